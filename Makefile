@@ -1,0 +1,60 @@
+# Needs a POSIX shell, make, and Python 3.10 or newer with pip and venv; everything else goes into .venv.
+#
+#   make demo      prefill a long text through a Qwen4-Exp model, with and without FlashQSA
+#   make test      lint, then every test that needs no GPU
+#   make gpu-test  the tests that need an NVIDIA GPU, with the Python that is already set up there
+#   make docs      write the generated part of docs/KNOBS.md
+#   make clean     remove .venv and what tools leave behind
+#
+# PYTHON=... names the interpreter: the one that makes .venv, or for gpu-test the one that runs the tests.
+
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+WORKERS ?= 2
+
+.PHONY: demo test lint gpu-test docs clean
+.DELETE_ON_ERROR:
+
+demo: $(READY)
+	$(BIN)/python -m flashqsa run --tokens 8192 --compare stock
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) -m "not gpu" --durations=5
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+# A candidate is tried, not looked up: a version manager's shim can be on PATH and run nothing.
+$(READY): pyproject.toml constraints.txt
+	@for python in $(or $(PYTHON),python3.11 python3); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "no Python 3.10 or newer among: $(or $(PYTHON),python3.11 python3)" >&2; exit 1; \
+	fi; \
+	echo "making $(VENV) with $$found"; \
+	$$found -m venv $(VENV)
+	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	    $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers,plot,dev]'
+	@touch $@
+
+# No .venv here: a machine with a GPU has the torch that fits its driver, and nothing should replace it.
+GPU_PYTHON = $(or $(PYTHON),python3)
+GPU_TESTS = $(shell grep -l 'mark\.gpu' tests/*.py)
+
+gpu-test:
+	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
+	    "gpu-test: torch " + torch.__version__ + " sees no NVIDIA GPU here: nothing was tested")'
+	@if [ -z "$(GPU_TESTS)" ]; then echo "gpu-test: no test is marked gpu: nothing was tested" >&2; exit 1; fi
+	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
+
+docs: $(READY)
+	$(BIN)/python -c 'import pathlib; from flashqsa import knobs; page = pathlib.Path("docs/KNOBS.md"); \
+	    page.write_text(page.read_text().partition("| variable")[0] + knobs.as_markdown())'
+
+clean:
+	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find flashqsa tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,86 @@
+"""FlashQSA: Qwen Sparse Attention, exact, repeatable and fast.
+
+Importing this package touches no GPU and imports no kernel: public names are found when they are first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from flashqsa.check import InputError
+    from flashqsa.device import DeviceFacts
+    from flashqsa.knobs import KnobError
+    from flashqsa.pipeline import (
+        plan_batch,
+        qsa_attention,
+        select_blocks,
+        sparse_attention,
+        write_index_keys,
+        write_kv,
+    )
+    from flashqsa.plan import Plan
+    from flashqsa.route import Call, Decision, NoRouteError, Route, choose_route
+    from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
+
+_HOMES = {
+    "Call": "route",
+    "Decision": "route",
+    "DeviceFacts": "device",
+    "IndexCache": "values",
+    "InputError": "check",
+    "KnobError": "knobs",
+    "KvCache": "values",
+    "NoRouteError": "route",
+    "Plan": "plan",
+    "QsaSpec": "values",
+    "Route": "route",
+    "Rows": "values",
+    "Scores": "values",
+    "Selection": "values",
+    "choose_route": "route",
+    "plan_batch": "pipeline",
+    "qsa_attention": "pipeline",
+    "select_blocks": "pipeline",
+    "sparse_attention": "pipeline",
+    "write_index_keys": "pipeline",
+    "write_kv": "pipeline",
+}
+
+__all__ = [
+    "Call",
+    "Decision",
+    "DeviceFacts",
+    "IndexCache",
+    "InputError",
+    "KnobError",
+    "KvCache",
+    "NoRouteError",
+    "Plan",
+    "QsaSpec",
+    "Route",
+    "Rows",
+    "Scores",
+    "Selection",
+    "__version__",
+    "choose_route",
+    "plan_batch",
+    "qsa_attention",
+    "select_blocks",
+    "sparse_attention",
+    "write_index_keys",
+    "write_kv",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module 'flashqsa' has no attribute {name!r}")
+    return getattr(import_module(f"flashqsa.{_HOMES[name]}"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -1,0 +1,324 @@
+"""The only refusal of user input: the same values come back, or `InputError` is raised before work starts.
+
+Everything here reads host facts (shapes, strides, dtypes, devices), in this order: ndim, size, device, dtype, stride,
+shape, then what must agree between arguments. `check_values` alone reads tensors, where asked.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashqsa import knobs
+from flashqsa.plan import Plan
+from flashqsa.route import PINS
+from flashqsa.values import (
+    FP8,
+    MAX_HEADS_PER_KV_HEAD,
+    MAX_TOKENS,
+    MAX_TOP_BLOCKS,
+    IndexCache,
+    KvCache,
+    QsaSpec,
+    Rows,
+    Selection,
+)
+
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+class InputError(ValueError):
+    """An argument that cannot be served: which one, what was wanted, and what came.
+
+    >>> print(InputError("q", "3 dimensions [rows, q_heads, head_dim]", "2"))
+    q: wanted 3 dimensions [rows, q_heads, head_dim]; got 2
+    """
+
+    def __init__(self, argument: str, wanted: str, got: object) -> None:
+        self.argument, self.wanted, self.got = argument, wanted, str(got)
+        super().__init__(f"{argument}: wanted {wanted}; got {got}")
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _tensor(
+    argument: str,
+    tensor: object,
+    dims: Sequence[str],
+    dtypes: Sequence[torch.dtype],
+    device: torch.device,
+    shape: Sequence[int | None],
+) -> Tensor:
+    """One tensor: ndim, size, device, dtype, unit last stride, shape (None: any)."""
+    layout = f"[{', '.join(dims)}]"
+    if not isinstance(tensor, Tensor):
+        raise InputError(argument, f"a tensor {layout}", type(tensor).__name__)
+    if tensor.ndim != len(dims):
+        raise InputError(argument, f"{len(dims)} dimensions {layout}", f"{tensor.ndim}: {list(tensor.shape)}")
+    for name, size in zip(dims[1:], tensor.shape[1:], strict=True):
+        if size == 0 and name != "table_pages":
+            raise InputError(argument, f"{name} of at least 1", list(tensor.shape))
+    if tensor.device != device:
+        raise InputError(argument, f"device {device}", tensor.device)
+    if tensor.dtype not in dtypes:
+        raise InputError(argument, f"dtype {' or '.join(map(_name, dtypes))}", _name(tensor.dtype))
+    if tensor.numel() and tensor.ndim and tensor.shape[-1] > 1 and tensor.stride(-1) != 1:
+        raise InputError(argument, f"a last stride of 1 in {layout}", f"strides {tensor.stride()}")
+    wanted = [str(size) if size is not None else name for name, size in zip(dims, shape, strict=True)]
+    if any(size is not None and size != got for size, got in zip(shape, tensor.shape, strict=True)):
+        raise InputError(argument, f"shape {layout} = [{', '.join(wanted)}]", list(tensor.shape))
+    return tensor
+
+
+def _scale(argument: str, scale: object, dtype: torch.dtype, heads: int | None, device: torch.device) -> None:
+    if dtype != FP8:
+        if scale is not None:
+            raise InputError(argument, f"none for a {_name(dtype)} cache", scale)
+        return
+    if scale is None:
+        raise InputError(argument, "a scale for an FP8 cache", "none")
+    if isinstance(scale, Tensor) and heads is not None:
+        _tensor(argument, scale, ("kv_heads",), (torch.float32,), device, (heads,))
+        if device.type == "cpu" and not bool(torch.isfinite(scale).all() and (scale > 0).all()):
+            raise InputError(argument, "finite positive scales", scale.tolist())
+    elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
+        raise InputError(argument, "a float" + (" or [kv_heads] float32" if heads else ""), type(scale).__name__)
+    elif not math.isfinite(scale) or scale <= 0:
+        raise InputError(argument, "a finite positive scale", scale)
+
+
+def check_spec(spec: QsaSpec) -> QsaSpec:
+    """The spec, or InputError: heads that do not divide, sizes out of range."""
+    if not isinstance(spec, QsaSpec):
+        raise InputError("spec", "a QsaSpec", type(spec).__name__)
+    for name in ("q_heads", "kv_heads", "head_dim", "index_heads", "index_dim", "block_tokens", "top_blocks"):
+        value = getattr(spec, name)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            raise InputError(f"spec.{name}", "a whole number of at least 1", repr(value))
+    if spec.q_heads % spec.kv_heads:
+        raise InputError("spec.q_heads", f"a multiple of kv_heads = {spec.kv_heads}", spec.q_heads)
+    if spec.heads_per_kv_head > MAX_HEADS_PER_KV_HEAD:
+        wanted = f"at most {MAX_HEADS_PER_KV_HEAD} query heads per KV head"
+        raise InputError("spec.q_heads", wanted, f"{spec.q_heads} on {spec.kv_heads}")
+    if spec.top_blocks > MAX_TOP_BLOCKS:
+        raise InputError("spec.top_blocks", f"at most {MAX_TOP_BLOCKS}", spec.top_blocks)
+    return spec
+
+
+def device_of(argument: str, tensor: object) -> torch.device:
+    """The device of a call: that of its queries."""
+    if not isinstance(tensor, Tensor):
+        raise InputError(argument, "a tensor", type(tensor).__name__)
+    return tensor.device
+
+
+def check_any_cache(kv_cache: KvCache | None, index_cache: IndexCache | None) -> KvCache | IndexCache:
+    """The KV cache, else the index cache; InputError without either."""
+    cache = kv_cache if kv_cache is not None else index_cache
+    if cache is None:
+        raise InputError("kv_cache, index_cache", "at least one cache", "none")
+    return cache
+
+
+def check_rows(rows: Rows, device: torch.device) -> Rows:
+    """The rows, or InputError. Metadata is int32: `Rows.from_tensors` converts other integers."""
+    if not isinstance(rows, Rows):
+        raise InputError("rows", "a Rows", type(rows).__name__)
+    _tensor("rows.request", rows.request, ("rows",), (torch.int32,), device, (None,))
+    _tensor("rows.position", rows.position, ("rows",), (torch.int32,), device, (rows.count,))
+    if not isinstance(rows.max_position, int) or not -1 <= rows.max_position < MAX_TOKENS:
+        raise InputError("rows.max_position", f"a whole number from -1 to {MAX_TOKENS - 1}", rows.max_position)
+    return rows
+
+
+def check_kv_cache(cache: KvCache, spec: QsaSpec, device: torch.device, max_position: int) -> KvCache:
+    """The KV cache, or InputError."""
+    if not isinstance(cache, KvCache):
+        raise InputError("kv_cache", "a KvCache", type(cache).__name__)
+    dims = ("pages", "page_tokens", "kv_heads", "head_dim")
+    heads = (spec.kv_heads, spec.head_dim)
+    _tensor("kv_cache.keys", cache.keys, dims, (*FLOATS, FP8), device, (None, None, *heads))
+    shape = (cache.keys.shape[0], cache.page_tokens, *heads)
+    _tensor("kv_cache.values", cache.values, dims, (cache.keys.dtype,), device, shape)
+    if cache.page_tokens % spec.block_tokens:
+        wanted = f"a page size that is a multiple of {spec.block_tokens} tokens"
+        raise InputError("kv_cache.keys", wanted, cache.page_tokens)
+    _page_table("kv_cache", cache.page_table, device, cache.capacity_tokens, max_position)
+    _scale("kv_cache.k_scale", cache.k_scale, cache.keys.dtype, spec.kv_heads, device)
+    _scale("kv_cache.v_scale", cache.v_scale, cache.keys.dtype, spec.kv_heads, device)
+    return cache
+
+
+def check_index_cache(cache: IndexCache, spec: QsaSpec, device: torch.device, max_position: int) -> IndexCache:
+    """The index cache, or InputError."""
+    if not isinstance(cache, IndexCache):
+        raise InputError("index_cache", "an IndexCache", type(cache).__name__)
+    dims = ("pages", "page_blocks", "index_dim")
+    _tensor("index_cache.keys", cache.keys, dims, (*FLOATS, FP8), device, (None, None, spec.index_dim))
+    # A request's open block has no key yet, so only complete blocks need a page.
+    complete = spec.visible_blocks(max_position) * spec.block_tokens - 1
+    capacity = cache.capacity_blocks * spec.block_tokens
+    _page_table("index_cache", cache.page_table, device, capacity, complete)
+    if isinstance(cache.scale, Tensor):
+        raise InputError("index_cache.scale", "a float", "a tensor")
+    _scale("index_cache.scale", cache.scale, cache.keys.dtype, None, device)
+    if cache.raw_keys is not None:
+        dims = ("requests", "ring_tokens", "index_dim")
+        shape = (cache.requests, None, spec.index_dim)
+        _tensor("index_cache.raw_keys", cache.raw_keys, dims, FLOATS, device, shape)
+        if cache.raw_keys.shape[1] % spec.block_tokens:
+            wanted = f"ring_tokens that is a multiple of {spec.block_tokens}"
+            raise InputError("index_cache.raw_keys", wanted, cache.raw_keys.shape[1])
+    return cache
+
+
+def _page_table(cache: str, table: Tensor, device: torch.device, capacity: int, max_position: int) -> None:
+    _tensor(f"{cache}.page_table", table, ("requests", "table_pages"), (torch.int32,), device, (None, None))
+    if max_position >= capacity:
+        wanted = f"pages for positions up to {max_position}"
+        raise InputError(f"{cache}.page_table", wanted, f"{list(table.shape)}: {capacity} tokens per request")
+
+
+def check_index_q(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Tensor:
+    """`index_q` [rows, index_heads, index_dim] in the index cache's dtype (any float for an FP8 cache)."""
+    dtypes = FLOATS if index_cache.keys.dtype == FP8 else (index_cache.keys.dtype,)
+    dims = ("rows", "index_heads", "index_dim")
+    return _tensor(
+        "index_q", index_q, dims, dtypes, rows.request.device, (rows.count, spec.index_heads, spec.index_dim)
+    )
+
+
+def check_q(q: Tensor, kv_cache: KvCache, gate: Tensor | None, rows: Rows, spec: QsaSpec) -> Tensor:
+    """`q` and `gate` [rows, q_heads, head_dim] in the KV cache's dtype (any float for an FP8 cache)."""
+    dtypes = FLOATS if kv_cache.keys.dtype == FP8 else (kv_cache.keys.dtype,)
+    dims, shape = ("rows", "q_heads", "head_dim"), (rows.count, spec.q_heads, spec.head_dim)
+    _tensor("q", q, dims, dtypes, rows.request.device, shape)
+    if gate is not None:
+        _tensor("gate", gate, dims, (q.dtype,), q.device, shape)
+    return q
+
+
+def check_selection(selection: Selection | None, rows: Rows, spec: QsaSpec) -> Selection | None:
+    """The selection, or InputError; None means all visible blocks and is refused where a row may see more."""
+    if selection is None:
+        if not spec.selects_everything(rows.max_position):
+            wanted = f"a Selection, since rows see up to {spec.visible_blocks(rows.max_position)} blocks"
+            raise InputError("selection", f"{wanted} and attend to {spec.top_blocks}", "none")
+        return None
+    if not isinstance(selection, Selection):
+        raise InputError("selection", "a Selection", type(selection).__name__)
+    device = rows.request.device
+    dims, shape = ("rows", "top_blocks"), (rows.count, spec.top_blocks)
+    _tensor("selection.blocks", selection.blocks, dims, (torch.int32,), device, shape)
+    _tensor("selection.count", selection.count, ("rows",), (torch.int32,), device, (rows.count,))
+    return selection
+
+
+def check_plan(plan: Plan | None, rows: Rows, requests: int, spec: QsaSpec, route: str | None) -> Plan | None:
+    """The plan, or InputError when it was made for another batch, or when a route is named beside it."""
+    if plan is None:
+        return None
+    if not isinstance(plan, Plan):
+        raise InputError("plan", "a Plan", type(plan).__name__)
+    if route is not None:
+        raise InputError("route", "no route beside a plan, which has its own", repr(route))
+    call = plan.call
+    if (call.spec, call.rows, call.requests) != (spec, rows.count, requests) or rows.max_position > call.max_position:
+        wanted = f"a plan of {rows.count} rows of {requests} requests, positions to {rows.max_position}, for {spec}"
+        got = f"one of {call.rows} rows of {call.requests} requests, positions to {call.max_position}, for {call.spec}"
+        raise InputError("plan", wanted, got)
+    return plan
+
+
+def check_pin(route: str | None) -> str | None:
+    """The pinned route, from the argument or FLASHQSA_ROUTE; InputError for a name no route has."""
+    pin = route if route is not None else (knobs.ROUTE.read() or None)
+    if pin is not None and pin not in PINS:
+        raise InputError("route", f"one of {', '.join(sorted(PINS))}", repr(pin))
+    return pin
+
+
+def wants_value_checks(check_values: bool | None, device: torch.device) -> bool:
+    """Whether to read tensors: the argument, else FLASHQSA_CHECK_VALUES, else only where it costs no device sync."""
+    if check_values is not None:
+        return check_values
+    mode = knobs.CHECK_VALUES.read()
+    return mode == "on" or (mode == "auto" and device.type == "cpu")
+
+
+def _entries(argument: str, wanted: str, values: Tensor, bad: Tensor) -> None:
+    if bool(bad.any()):
+        where = bad.nonzero()[0].tolist()
+        raise InputError(argument, wanted, f"{values[tuple(where)].item()} at {where}")
+
+
+def check_row_values(rows: Rows, requests: int) -> None:
+    """Reads the row metadata: request ids in range, positions within the bound and ascending within a request."""
+    request, position = rows.request, rows.position
+    _entries("rows.request", f"ids below {requests}", request, request >= requests)
+    live = rows.live
+    _entries(
+        "rows.position", f"positions up to max_position = {rows.max_position}", position, position > rows.max_position
+    )
+    held, at = request[live], position[live]
+    same = held[1:] == held[:-1]
+    bad = torch.zeros_like(at, dtype=torch.bool)
+    bad[1:] = same & (at[1:] <= at[:-1])
+    _entries("rows.position", "ascending positions within a request", at, bad)
+    runs = held[:1].tolist() + held[1:][~same].tolist()
+    if len(set(runs)) != len(runs):
+        raise InputError("rows.request", "the rows of a request next to each other", "a request that comes twice")
+
+
+def check_table_values(cache: str, table: Tensor, pages: int) -> None:
+    """Reads a page table: every entry a page, or -1 for a hole."""
+    _entries(f"{cache}.page_table", f"-1 or page ids below {pages}", table, (table < -1) | (table >= pages))
+
+
+def check_selection_values(selection: Selection, rows: Rows, spec: QsaSpec) -> None:
+    """Reads a selection: counts in range, ids ascending and visible, -1 after them."""
+    blocks, count = selection.blocks, selection.count
+    visible = rows.visible_blocks(spec)
+    _entries("selection.count", "0 to top_blocks, at most the visible blocks", count, (count < 0) | (count > visible))
+    _entries("selection.count", f"at most top_blocks = {spec.top_blocks}", count, count > spec.top_blocks)
+    chosen = torch.arange(blocks.shape[1], device=blocks.device) < count[:, None]
+    bad = torch.where(chosen, (blocks < 0) | (blocks >= visible[:, None]), blocks != -1)
+    _entries("selection.blocks", "visible block ids, then -1", blocks, bad)
+    falling = chosen[:, 1:] & (blocks[:, 1:] <= blocks[:, :-1])
+    _entries("selection.blocks", "ascending block ids", blocks[:, 1:], falling)
+
+
+def check_new_kv(keys: Tensor, values: Tensor, cache: KvCache, rows: Rows, spec: QsaSpec) -> None:
+    """`keys` and `values` [rows, kv_heads, head_dim] that are about to be written to a KV cache."""
+    dtypes = FLOATS if cache.keys.dtype == FP8 else (cache.keys.dtype,)
+    dims, shape = ("rows", "kv_heads", "head_dim"), (rows.count, spec.kv_heads, spec.head_dim)
+    _tensor("keys", keys, dims, dtypes, rows.request.device, shape)
+    _tensor("values", values, dims, (keys.dtype,), rows.request.device, shape)
+
+
+def check_raw_keys(
+    raw_keys: Tensor, cache: IndexCache, rows: Rows, spec: QsaSpec, norm_weight: Tensor, cos: Tensor, sin: Tensor
+) -> None:
+    """Raw index keys, one per row, that are about to be pooled and written, with what pooling needs."""
+    device = rows.request.device
+    if cache.raw_keys is None:
+        raise InputError("index_cache.raw_keys", "a ring of raw keys [requests, ring_tokens, index_dim]", "none")
+    shape = (rows.count, spec.index_dim)
+    _tensor("raw_keys", raw_keys, ("rows", "index_dim"), (cache.raw_keys.dtype,), device, shape)
+    _tensor("norm_weight", norm_weight, ("index_dim",), FLOATS, device, (spec.index_dim,))
+    _tensor("cos", cos, ("rows", "rotary_dim"), FLOATS, device, (rows.count, None))
+    _tensor("sin", sin, ("rows", "rotary_dim"), (cos.dtype,), device, tuple(cos.shape))
+    if cos.shape[1] % 2 or cos.shape[1] > spec.index_dim:
+        raise InputError("cos", f"an even rotary_dim, at most index_dim = {spec.index_dim}", cos.shape[1])
+
+
+def check_requests(index_cache: IndexCache, kv_cache: KvCache) -> None:
+    """Both caches hold the same requests."""
+    if index_cache.requests != kv_cache.requests:
+        wanted = f"{index_cache.requests} requests, as index_cache has"
+        raise InputError("kv_cache.page_table", wanted, kv_cache.requests)

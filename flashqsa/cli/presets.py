@@ -1,0 +1,220 @@
+"""Qwen4-Exp models for the command line: random presets with the real sparse geometry, or a folder on disk.
+
+A preset is small everywhere but in what FlashQSA computes: it keeps the released model's heads, index heads, budget,
+rotary share and theta, so its sparse layers do the real layers' work. Its tokens are the bytes of UTF-8 text.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from flashqsa.cli.show import UserError
+
+MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
+BYTE_TOKENS = 256
+SPECIAL_TOKENS = 8
+"""Ids from 256 on; 256 is the end of text, 257 is padding, the rest is unused."""
+
+_SPARSE_GEOMETRY: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_attention_heads": 24,
+        "num_key_value_heads": 2,
+        "head_dim": 256,
+        "indexer_n_heads": 4,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 128,
+        "indexer_budget": 2048,
+        "indexer_compress_ratio": 4,
+    }
+)
+_SMALL_GEOMETRY: Mapping[str, Any] = MappingProxyType(
+    {
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 32,
+        "indexer_n_heads": 2,
+        "indexer_kv_heads": 1,
+        "indexer_head_dim": 16,
+        "indexer_budget": 32,
+        "indexer_compress_ratio": 4,
+    }
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A random model.
+
+    geometry       the sparse layers' part of the configuration
+    hidden_size    width of the residual stream
+    layers         decoder layers; every fourth is sparse, the others are gated delta-nets
+    line           what it is for
+    """
+
+    geometry: Mapping[str, Any]
+    hidden_size: int
+    layers: int
+    line: str
+
+    def fields(self) -> dict[str, Any]:
+        """The fields of a Qwen4ExpTextConfig."""
+        layer_types = ["full_attention" if (i + 1) % 4 == 0 else "linear_attention" for i in range(self.layers)]
+        return {
+            **self.geometry,
+            "vocab_size": BYTE_TOKENS + SPECIAL_TOKENS,
+            "eos_token_id": BYTE_TOKENS,
+            "pad_token_id": BYTE_TOKENS + 1,
+            "hidden_size": self.hidden_size,
+            "num_hidden_layers": self.layers,
+            # Every Transformers that knows this model maps this spelling to its own name of the sparse layer.
+            "layer_types": layer_types,
+            "max_position_embeddings": 1 << 20,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e7,
+                "partial_rotary_factor": 0.25,
+                "mrope_section": _mrope_section(self.geometry["head_dim"] // 8),
+                "mrope_interleaved": True,
+            },
+            "linear_num_key_heads": 2,
+            "linear_num_value_heads": 4,
+            "linear_key_head_dim": 32,
+            "linear_value_head_dim": 32,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 64,
+            "shared_expert_intermediate_size": 64,
+            "hc_count": 2,
+            "hc_lowrank": 32,
+        }
+
+
+def _mrope_section(pairs: int) -> list[int]:
+    """Rotary pairs of the three position axes, as near to equal as they come: [11, 11, 10] of 32."""
+    each, left = divmod(pairs, 3)
+    return [each + (axis < left) for axis in range(3)]
+
+
+PRESETS: Mapping[str, Preset] = MappingProxyType(
+    {
+        "demo": Preset(_SPARSE_GEOMETRY, 256, 4, "the released model's sparse geometry, one sparse layer of four"),
+        "demo-2x": Preset(_SPARSE_GEOMETRY, 256, 8, "the same with two sparse layers of eight"),
+        "tiny": Preset(_SMALL_GEOMETRY, 32, 4, "small heads and a budget of 32 tokens, for tests in seconds"),
+    }
+)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A model that is ready to run, and its tokens.
+
+    name       the preset's name or the folder
+    encode     text to token ids
+    decode     token ids to text
+    """
+
+    model: Any
+    name: str
+    encode: Callable[[str], list[int]]
+    decode: Callable[[list[int]], str]
+
+    @property
+    def config(self) -> Any:
+        """The text model's configuration."""
+        return self.model.config.get_text_config()
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the model has."""
+        return sum(parameter.numel() for parameter in self.model.parameters())
+
+    @property
+    def block_tokens(self) -> int:
+        """Tokens of a block of the sparse layers."""
+        return int(self.config.indexer_compress_ratio)
+
+    @property
+    def mixes_after_sparse(self) -> bool:
+        """Whether a layer after the last sparse one carries something from row to row."""
+        return str(self.config.layer_types[-1]) == "linear_attention"
+
+    @property
+    def stop_tokens(self) -> frozenset[int]:
+        """Tokens that end a text; none for a preset, whose random weights end nothing."""
+        if self.name in PRESETS:
+            return frozenset()
+        found = self.model.generation_config.eos_token_id
+        if found is None:
+            return frozenset()
+        return frozenset(found if isinstance(found, list) else [found])
+
+
+def transformers_module(*, quiet: bool = True) -> Any:
+    """The Transformers package, or UserError where it is missing or too old for Qwen4-Exp.
+
+    `quiet` silences its advice about faster kernels, which none of the figures here depend on.
+    """
+    try:
+        import transformers
+        from transformers.models import qwen4_exp
+    except ImportError as error:
+        wanted = "pip install 'flashqsa[transformers]'"
+        raise UserError(f"this command needs Transformers with Qwen4-Exp ({wanted}): {error}") from error
+    del qwen4_exp
+    if quiet:
+        transformers.logging.set_verbosity_error()
+    return transformers
+
+
+def load_preset(name: str, dtype: torch.dtype, seed: int) -> Loaded:
+    """A preset's model with random weights, the same for the same seed, torch build and dtype. Raises UserError."""
+    if name not in PRESETS:
+        raise UserError(f"--preset: wanted one of {', '.join(PRESETS)}; got {name!r}")
+    transformers = transformers_module()
+    config = transformers.Qwen4ExpTextConfig(**PRESETS[name].fields())
+    torch.manual_seed(seed)
+    model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+    return Loaded(model, name, encode_bytes, decode_bytes)
+
+
+def load_folder(folder: Path, dtype: torch.dtype | None) -> Loaded:
+    """A model from a local folder, with its own tokenizer; nothing is fetched. Raises UserError."""
+    config_file = folder / "config.json"
+    if not folder.is_dir():
+        raise UserError(f"--model {folder}: no such folder")
+    if not config_file.is_file():
+        raise UserError(f"--model {folder}: has no config.json")
+    try:
+        fields = json.loads(config_file.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise UserError(f"--model {folder}: config.json cannot be read: {error}") from error
+    found = fields.get("model_type") if isinstance(fields, dict) else None
+    if found not in MODEL_TYPES:
+        raise UserError(f"--model {folder}: wanted a model of type {' or '.join(MODEL_TYPES)}; got {found!r}")
+    transformers = transformers_module()
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype or "auto", local_files_only=True
+        ).eval()
+    except (OSError, ValueError, KeyError) as error:
+        raise UserError(f"--model {folder}: Transformers cannot load it: {error}") from error
+    return Loaded(model, str(folder), lambda text: list(tokenizer(text)["input_ids"]), tokenizer.decode)
+
+
+def encode_bytes(text: str) -> list[int]:
+    """A preset's tokens: the bytes of UTF-8."""
+    return list(text.encode("utf-8"))
+
+
+def decode_bytes(tokens: list[int]) -> str:
+    """Text of a preset's tokens; special tokens and broken characters show as U+FFFD."""
+    parts = [bytes([token]) if token < BYTE_TOKENS else b"\xff" for token in tokens]
+    return b"".join(parts).decode("utf-8", errors="replace")

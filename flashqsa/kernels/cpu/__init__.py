@@ -1,0 +1,20 @@
+"""Kernels for machines without a GPU: vectorised torch and numpy, FP32 arithmetic whatever the storage dtype."""
+
+from flashqsa.kernels.cpu.attend import attend
+from flashqsa.kernels.cpu.merge import merge
+from flashqsa.kernels.cpu.score import empty_selection, score, select_everything
+from flashqsa.kernels.cpu.topk import topk
+from flashqsa.kernels.cpu.worklist import worklist
+from flashqsa.kernels.cpu.write import write_index_keys, write_kv
+
+__all__ = [
+    "attend",
+    "empty_selection",
+    "merge",
+    "score",
+    "select_everything",
+    "topk",
+    "worklist",
+    "write_index_keys",
+    "write_kv",
+]

@@ -1,0 +1,128 @@
+"""Index scores of a chunk of rows, and the selections that need none."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from flashqsa.kernels.cpu.paging import FP8_UNIT, Ints, Pool, Run, pages_of, request_runs
+from flashqsa.values import FP8, IndexCache, QsaSpec, Rows, Scores, Selection
+
+TILE_BLOCKS = 1024
+"""Index keys gathered at a time: 512 KiB of 128 FP32 dims."""
+
+TILE_ROWS = 64
+"""Rows scored at a time against a tile of keys: 4 heads' products take 1 MiB."""
+
+PIECE_BLOCKS = 64
+"""Most index keys copied as one piece of a page."""
+
+
+def empty_selection(rows: Rows, spec: QsaSpec) -> Selection:
+    """A selection of nothing, for `topk` to write into."""
+    blocks = torch.full((rows.count, spec.top_blocks), -1, dtype=torch.int32)
+    return Selection(blocks, torch.zeros(rows.count, dtype=torch.int32))
+
+
+def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Selection:
+    """Every visible block that is not on a hole; for calls where no row sees more than `top_blocks` of them."""
+    selection = empty_selection(rows, spec)
+    blocks, count = selection.blocks.numpy(), selection.count.numpy()
+    visible = rows.visible_blocks(spec).numpy()
+    for run in request_runs(rows):
+        most = int(visible[run.start : run.stop].max(initial=0))
+        if run.request < 0 or most == 0:
+            continue
+        present = np.flatnonzero(_pages(index_cache, run.request, most) >= 0)
+        held = np.searchsorted(present, visible[run.start : run.stop])
+        count[run.start : run.stop] = held
+        columns = present.shape[0]
+        blocks[run.start : run.stop, :columns] = np.where(np.arange(columns) < held[:, None], present, -1)
+    return selection
+
+
+def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Scores:
+    """Scores of each row's visible blocks: index_dim^(-1/2) * sum over heads of relu(<index_q, key>), in FP32.
+
+    index_q  [rows, index_heads, index_dim], a chunk of a call's rows
+
+    Returns scores as wide as the most blocks any of these rows sees. A block on a hole scores -inf. A row that sees no
+    more than `top_blocks` blocks takes them all, so its scores are 0 without a product.
+    """
+    visible = rows.visible_blocks(spec)
+    seen = visible.numpy()
+    values = torch.empty((rows.count, int(seen.max(initial=0))), dtype=torch.float32)
+    runs = [run for run in request_runs(rows) if run.request >= 0]
+    pool: Pool | None = None
+    for run in runs:
+        # Positions ascend within a run, so the rows that take everything come first.
+        few = run.start + int(np.searchsorted(seen[run.start : run.stop], spec.top_blocks, side="right"))
+        pages = _pages(index_cache, run.request, int(seen[run.stop - 1]))
+        if few > run.start:
+            values[run.start : few, : seen[few - 1]] = 0.0
+        if few < run.stop:
+            pool = pool or _pool(index_cache, values.shape[1])
+            _score_run(index_q, pool, pages, Run(few, run.stop, run.request), seen, values, index_cache, spec)
+        holes = torch.from_numpy(np.flatnonzero(pages < 0))
+        if holes.numel():
+            values[run.start : run.stop].index_fill_(1, holes, float("-inf"))
+    return Scores(values, visible)
+
+
+def _pages(index_cache: IndexCache, request: int, blocks: int) -> Ints:
+    """Page of each of a request's first blocks; -1 on a hole."""
+    return pages_of(index_cache.page_table, request, np.arange(blocks), index_cache.page_blocks)
+
+
+def _piece_blocks(page_blocks: int) -> int:
+    """The largest divisor of a page's blocks that a piece may have."""
+    return next(size for size in range(min(page_blocks, PIECE_BLOCKS), 0, -1) if page_blocks % size == 0)
+
+
+def _pool(index_cache: IndexCache, width: int) -> Pool:
+    piece = _piece_blocks(index_cache.page_blocks)
+    return Pool((index_cache.keys.unsqueeze(2),), piece, -(-min(width, TILE_BLOCKS) // piece))
+
+
+def _score_run(
+    index_q: Tensor,
+    pool: Pool,
+    pages: Ints,
+    run: Run,
+    seen: np.ndarray,
+    values: Tensor,
+    index_cache: IndexCache,
+    spec: QsaSpec,
+) -> None:
+    """Scores rows of one request that see more blocks than they may select; columns on holes are left undefined."""
+    heads, page_blocks = spec.index_heads, index_cache.page_blocks
+    scale = spec.score_scale
+    if index_cache.keys.dtype == FP8:
+        scale *= FP8_UNIT * float(index_cache.scale or 1.0)
+    queries = index_q[run.start : run.stop].detach().to(torch.float32).reshape(-1, spec.index_dim)
+    piece = _piece_blocks(page_blocks)
+    tile = max(TILE_BLOCKS // piece, 1) * piece
+    products = torch.empty(min(TILE_ROWS, run.stop - run.start) * heads * tile, dtype=torch.float32)
+    for first in range(0, pages.shape[0], tile):
+        starts = np.arange(first, min(first + tile, pages.shape[0]), piece)
+        live = pages[starts]
+        present = live >= 0
+        if not present.any():
+            continue
+        page = np.where(present, live, live[present][0])
+        (keys,) = pool.read(page, (starts % page_blocks) // piece)
+        row = run.start + int(np.searchsorted(seen[run.start : run.stop], first, side="right"))
+        for begin in range(row, run.stop, TILE_ROWS):
+            end = min(begin + TILE_ROWS, run.stop)
+            blocks = min(tile, int(seen[end - 1]) - first)
+            count = (end - begin) * heads
+            part = products[: count * blocks].view(count, blocks)
+            lines = queries[(begin - run.start) * heads : (end - run.start) * heads]
+            torch.mm(lines, keys[0, :blocks].T, out=part)
+            by_head = part.relu_().view(end - begin, heads, blocks).unbind(1)
+            total = values[begin:end, first : first + blocks]
+            total.copy_(by_head[0])
+            for head in by_head[1:]:
+                total.add_(head)
+            total.mul_(scale)

@@ -1,0 +1,191 @@
+"""The public calls as torch.library operators, so that torch.compile and CUDA graphs see each as one node.
+
+An operator takes the fields of the values as flat arguments and rebuilds the values inside. `max_position` is a host
+number: under torch.compile pass a bound that does not change from call to call (the cache's capacity), or every new one
+compiles again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from flashqsa import pipeline
+from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
+
+
+def pack_spec(spec: QsaSpec) -> list[int]:
+    """A spec as the list of whole numbers that an operator schema can carry; `QsaSpec(*numbers)` is the way back."""
+    return [
+        spec.q_heads,
+        spec.kv_heads,
+        spec.head_dim,
+        spec.index_heads,
+        spec.index_dim,
+        spec.block_tokens,
+        spec.top_blocks,
+    ]
+
+
+def _scale(value: Tensor | None) -> float | Tensor | None:
+    """A scale operand: one entry stands for the whole tensor, more for one per KV head."""
+    return value if value is None or value.numel() > 1 else float(value)
+
+
+@torch.library.custom_op("flashqsa::select_blocks", mutates_args=())
+def select_blocks(
+    index_q: Tensor,
+    index_keys: Tensor,
+    index_page_table: Tensor,
+    index_scale: float | None,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """`pipeline.select_blocks`; returns the selection's `blocks` and `count`."""
+    selection = pipeline.select_blocks(
+        index_q,
+        IndexCache(index_keys, index_page_table, index_scale),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+    )
+    return selection.blocks, selection.count
+
+
+@select_blocks.register_fake
+def _(index_q: Tensor, *rest: object) -> tuple[Tensor, Tensor]:
+    request, spec = rest[3], rest[6]
+    assert isinstance(request, Tensor)
+    assert isinstance(spec, Sequence)
+    return request.new_empty((index_q.shape[0], QsaSpec(*spec).top_blocks)), request.new_empty((index_q.shape[0],))
+
+
+@torch.library.custom_op("flashqsa::sparse_attention", mutates_args=())
+def sparse_attention(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    blocks: Tensor,
+    count: Tensor,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`pipeline.sparse_attention`; returns output and lse."""
+    output, lse = pipeline.sparse_attention(
+        q,
+        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        Selection(blocks, count),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+        gate,
+        return_lse=True,
+    )
+    return output, lse
+
+
+@sparse_attention.register_fake
+def _(q: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+    return _attention_outputs(q)
+
+
+@torch.library.custom_op("flashqsa::qsa_attention", mutates_args=())
+def qsa_attention(
+    index_q: Tensor,
+    q: Tensor,
+    index_keys: Tensor,
+    index_page_table: Tensor,
+    index_scale: float | None,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+    gate: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """`pipeline.qsa_attention`; returns output and lse."""
+    output, lse = pipeline.qsa_attention(
+        index_q,
+        q,
+        IndexCache(index_keys, index_page_table, index_scale),
+        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+        gate,
+        return_lse=True,
+    )
+    return output, lse
+
+
+@qsa_attention.register_fake
+def _(_index_q: Tensor, q: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+    return _attention_outputs(q)
+
+
+def _attention_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=torch.float32)
+
+
+@torch.library.custom_op("flashqsa::write_index_keys", mutates_args=("index_keys", "raw_ring"))
+def write_index_keys(
+    raw_keys: Tensor,
+    index_keys: Tensor,
+    index_page_table: Tensor,
+    index_scale: float | None,
+    raw_ring: Tensor,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
+) -> None:
+    """`pipeline.write_index_keys`; `raw_ring` is `IndexCache.raw_keys`."""
+    pipeline.write_index_keys(
+        raw_keys,
+        IndexCache(index_keys, index_page_table, index_scale, raw_ring),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+        norm_weight=norm_weight,
+        cos=cos,
+        sin=sin,
+        eps=eps,
+    )
+
+
+@torch.library.custom_op("flashqsa::write_kv", mutates_args=("keys", "values"))
+def write_kv(
+    new_keys: Tensor,
+    new_values: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+) -> None:
+    """`pipeline.write_kv`."""
+    pipeline.write_kv(
+        new_keys,
+        new_values,
+        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+    )

@@ -1,0 +1,1 @@
+"""Cases, inputs, comparisons and their verdict, shared by the tests, `flashqsa verify`, the benchmarks and captures."""

@@ -1,0 +1,169 @@
+"""One case through the public calls, and the verdict on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from flashqsa import pipeline, reference
+from flashqsa.plan import Plan
+from flashqsa.route import NoRouteError
+from flashqsa.testing import compare
+from flashqsa.testing.cases import Case
+from flashqsa.testing.inputs import Inputs, build, fill_unwritten, relocate
+from flashqsa.values import Scores, Selection
+
+DISTURBANCES: dict[str, Callable[[Inputs], Inputs]] = {
+    "a second call": lambda inputs: inputs,
+    "pages in reversed order": lambda inputs: relocate(inputs, "reversed"),
+    "pages in random order": lambda inputs: relocate(inputs, "random", seed=7),
+    "FP32 bytes where nothing was written": lambda inputs: fill_unwritten(inputs, "fp32-bytes"),
+    "zeros where nothing was written": lambda inputs: fill_unwritten(inputs, "zeros"),
+}
+"""What must not change a bit of any result."""
+
+
+@dataclass(frozen=True)
+class CaseResult:
+    """The verdict on one case.
+
+    routes    the routes that ran, one per stage; empty where the call was refused
+    refused   why no route serves the case, or None
+    failures  what was wrong, a line each
+    error     largest error of the attention, as a share of what is allowed; 0 where nothing was compared
+
+    >>> from flashqsa.testing.cases import named
+    >>> result = CaseResult(named("decode-1"), ("cpu:plain", "cpu:xqa"), None, (), 0.25)
+    >>> result.passed, str(result)
+    (True, 'decode-1 [cpu:plain, cpu:xqa]: right, error 0.25 of allowed')
+    """
+
+    case: Case
+    routes: tuple[str, ...]
+    refused: str | None
+    failures: tuple[str, ...]
+    error: float
+
+    @property
+    def passed(self) -> bool:
+        """Whether the case ran and everything was right."""
+        return self.refused is None and not self.failures
+
+    def __str__(self) -> str:
+        if self.refused is not None:
+            return f"{self.case.name}: refused: {self.refused}"
+        verdict = "; ".join(self.failures) if self.failures else f"right, error {self.error:.2f} of allowed"
+        return f"{self.case.name} [{', '.join(self.routes)}]: {verdict}"
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    selection: Selection
+    output: Tensor
+    lse: Tensor
+
+    def difference(self, other: _Outcome) -> str | None:
+        """What of another outcome is not the same bit for bit."""
+        if not compare.same_bits(self.selection.count, other.selection.count):
+            return "selection.count"
+        if not compare.same_bits(self.selection.blocks, other.selection.blocks):
+            return "selection.blocks"
+        if not compare.same_bits(self.output, other.output):
+            return "output"
+        return None if compare.same_bits(self.lse, other.lse) else "lse"
+
+
+def verify_case(case: Case, device: torch.device | str = "cpu", route: str | None = None) -> CaseResult:
+    """Runs a case and compares it with the reference, which runs after it.
+
+    The selection must equal the reference's (exact scores), or differ only within tolerance of the cut (others); the
+    attention on that selection must err no more than `compare.attention_tolerance`; `qsa_attention` must give the same
+    as its two halves; and none of `DISTURBANCES` may change a bit. Without a route for the case, or for the pinned
+    route, the result says so and nothing has run.
+    """
+    inputs = build(case, device)
+    try:
+        plan = pipeline.plan_batch(
+            inputs.rows,
+            inputs.spec,
+            index_cache=inputs.index_cache,
+            kv_cache=inputs.kv_cache,
+            q_dtype=case.q_dtype,
+            route=route,
+        )
+    except NoRouteError as refusal:
+        return CaseResult(case, (), str(refusal), (), 0.0)
+    outcome = _run(inputs, plan)
+    failures = _disturbed(inputs, plan, outcome)
+    if inputs.selection is None:
+        failures.append(_joined(inputs, plan, outcome))
+        failures.append(_selection_failure(inputs, outcome.selection))
+    attention, error = _attention_failures(inputs, outcome)
+    routes = (str(plan.select_decision.route), str(plan.attend_decision.route))
+    found = tuple(failure for failure in failures + attention if failure is not None)
+    return CaseResult(case, routes, None, found, error)
+
+
+def _run(inputs: Inputs, plan: Plan) -> _Outcome:
+    selection = inputs.selection
+    if selection is None:
+        selection = pipeline.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec, plan=plan)
+    output, lse = pipeline.sparse_attention(
+        inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec, inputs.gate, return_lse=True, plan=plan
+    )
+    return _Outcome(selection, output, lse)
+
+
+def _disturbed(inputs: Inputs, plan: Plan, outcome: _Outcome) -> list[str | None]:
+    failures: list[str | None] = []
+    for name, disturb in DISTURBANCES.items():
+        difference = outcome.difference(_run(disturb(inputs), plan))
+        failures.append(None if difference is None else f"{difference} changes with {name}")
+    return failures
+
+
+def _joined(inputs: Inputs, plan: Plan, outcome: _Outcome) -> str | None:
+    """Whether `qsa_attention` gives what its two halves give."""
+    output, lse = pipeline.qsa_attention(
+        inputs.index_q,
+        inputs.q,
+        inputs.index_cache,
+        inputs.kv_cache,
+        inputs.rows,
+        inputs.spec,
+        inputs.gate,
+        return_lse=True,
+        plan=plan,
+    )
+    difference = outcome.difference(replace(outcome, output=output, lse=lse))
+    return None if difference is None else f"{difference} of qsa_attention is not that of its two halves"
+
+
+def _selection_failure(inputs: Inputs, got: Selection) -> str | None:
+    arguments = (inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec)
+    exact = reference.score(*arguments)
+    top_blocks = inputs.spec.top_blocks
+    if inputs.case.exact_scores:
+        wanted = reference.topk(Scores(exact.values.float(), exact.visible), top_blocks)
+        return compare.same_selection(got, wanted)
+    low = reference.score(*arguments, precision=torch.float32)
+    return compare.selection_within_tolerance(got, exact, top_blocks, compare.score_tolerance(low, exact))
+
+
+def _attention_failures(inputs: Inputs, outcome: _Outcome) -> tuple[list[str | None], float]:
+    """What is wrong with the attention on its own selection, and its largest error as a share of the allowed."""
+    arguments = (inputs.q, inputs.kv_cache, outcome.selection, inputs.rows, inputs.spec)
+    exact, lse = reference.attend(*arguments)
+    if inputs.gate is not None:
+        exact = exact * torch.sigmoid(inputs.gate.double())
+    low, low_lse = reference.sparse_attention(*arguments, inputs.gate, precision=torch.float32)
+    failures = [
+        compare.attention_within_tolerance(outcome.output, low, exact),
+        compare.lse_within_tolerance(outcome.lse, lse, low_lse),
+    ]
+    allowed = compare.attention_tolerance(low, exact)
+    error = compare.attention_error(outcome.output, exact)[allowed > 0] / allowed[allowed > 0]
+    return failures, float(error.max()) if error.numel() else 0.0

@@ -1,0 +1,38 @@
+"""What tests run under: few threads, no FLASHQSA_* variable, one hypothesis profile, no GPU test without a GPU."""
+
+from __future__ import annotations
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+# Two pytest workers on two cores: a second thread each would only take the other's core.
+torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
+
+for _name in [name for name in os.environ if name.startswith("FLASHQSA_")]:
+    del os.environ[_name]
+
+if find_spec("hypothesis"):  # absent where only the GPU tests run
+    from hypothesis import HealthCheck, settings
+
+    # No deadline and no health check on time: a shared machine may be slow. CI draws the same examples on every run.
+    settings.register_profile(
+        "flashqsa",
+        deadline=None,
+        derandomize="CI" in os.environ,
+        print_blob=True,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("flashqsa")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skips tests marked gpu where torch sees no NVIDIA GPU."""
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="torch sees no NVIDIA GPU here")
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(skip)
