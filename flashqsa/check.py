@@ -148,7 +148,7 @@ def check_kv_cache(cache: KvCache, spec: QsaSpec, device: torch.device, max_posi
     if cache.page_tokens % spec.block_tokens:
         wanted = f"a page size that is a multiple of {spec.block_tokens} tokens"
         raise InputError("kv_cache.keys", wanted, cache.page_tokens)
-    _page_table("kv_cache", cache.page_table, device, cache.capacity_tokens, max_position)
+    _page_table("kv_cache", cache.page_table, device, cache.page_tokens, max_position)
     _scale("kv_cache.k_scale", cache.k_scale, cache.keys.dtype, spec.kv_heads, device)
     _scale("kv_cache.v_scale", cache.v_scale, cache.keys.dtype, spec.kv_heads, device)
     return cache
@@ -162,8 +162,7 @@ def check_index_cache(cache: IndexCache, spec: QsaSpec, device: torch.device, ma
     _tensor("index_cache.keys", cache.keys, dims, (*FLOATS, FP8), device, (None, None, spec.index_dim))
     # A request's open block has no key yet, so only complete blocks need a page.
     complete = spec.visible_blocks(max_position) * spec.block_tokens - 1
-    capacity = cache.capacity_blocks * spec.block_tokens
-    _page_table("index_cache", cache.page_table, device, capacity, complete)
+    _page_table("index_cache", cache.page_table, device, cache.page_blocks * spec.block_tokens, complete)
     if isinstance(cache.scale, Tensor):
         raise InputError("index_cache.scale", "a float", "a tensor")
     _scale("index_cache.scale", cache.scale, cache.keys.dtype, None, device)
@@ -177,8 +176,9 @@ def check_index_cache(cache: IndexCache, spec: QsaSpec, device: torch.device, ma
     return cache
 
 
-def _page_table(cache: str, table: Tensor, device: torch.device, capacity: int, max_position: int) -> None:
+def _page_table(cache: str, table: Tensor, device: torch.device, page_tokens: int, max_position: int) -> None:
     _tensor(f"{cache}.page_table", table, ("requests", "table_pages"), (torch.int32,), device, (None, None))
+    capacity = table.shape[1] * page_tokens
     if max_position >= capacity:
         wanted = f"pages for positions up to {max_position}"
         raise InputError(f"{cache}.page_table", wanted, f"{list(table.shape)}: {capacity} tokens per request")

@@ -84,7 +84,10 @@ def plan_select(call: Call, limit_bytes: int) -> SelectPlan:
 
 def plan_attend(call: Call, decision: Decision, facts: DeviceFacts, limit_bytes: int) -> AttendPlan:
     """Sizes of the attend stage within a workspace limit."""
-    mode = "xqa" if decision.route.mode == "reference" else decision.route.mode
+    mode = decision.route.mode
+    if mode == "reference":
+        # It reads a row at a time on any device and takes no configuration: the CPU's is legal everywhere.
+        mode, facts = "xqa", DeviceFacts.named("cpu")
     config = attend_config(mode, facts)
     spec = call.spec
     largest = config.group_rows[-1]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import doctest
 import importlib
 import re
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import typer.core
 
+import flashqsa
 from flashqsa import knobs
 from flashqsa.__main__ import app
 
@@ -70,6 +72,25 @@ def unknown_commands(code: list[str]) -> list[str]:
         options = {option for p in command.params for option in (*p.opts, *p.secondary_opts)} if command else set()
         named = [word.partition("=")[0] for word in words if word.startswith("-")]
         found += words[:1] if command is None else [o for o in named if o not in {*options, "--help"}]
+    return found
+
+
+def unknown_names(text: str) -> list[str]:
+    """Names that a page's Python takes from the package and that are not there. Raises SyntaxError, ImportError."""
+    found = []
+    for block in re.findall(r"^```python\n(.*?)^```", text, flags=re.M | re.S):
+        for node in ast.walk(ast.parse("" if block.startswith(">>>") else block)):
+            if isinstance(node, ast.Import):
+                for alias in node.names:
+                    importlib.import_module(alias.name)
+                continue
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flashqsa"):
+                home, names = importlib.import_module(node.module or ""), [alias.name for alias in node.names]
+            elif isinstance(node, ast.Attribute) and ast.unparse(node.value) == "flashqsa":
+                home, names = flashqsa, [node.attr]
+            else:
+                continue
+            found += [name for name in names if not hasattr(home, name)]
     return found
 
 
@@ -135,25 +156,30 @@ def test_what_a_page_names_is_there(page: Path) -> None:
     assert missing_paths(code) == []
     assert unknown_targets(code, (ROOT / "Makefile").read_text("utf-8")) == []
     assert unknown_commands(code) == []
+    assert unknown_names(text) == []
     assert unknown_knobs(text) == set()
     assert broken_links(text, page.parent) == []
 
 
-def test_code_names_no_unknown_knob() -> None:
-    sources = [*(ROOT / "flashqsa").rglob("*.py"), ROOT / "Makefile"]
-    assert {path.name: found for path in sources if (found := unknown_knobs(path.read_text("utf-8")))} == {}
+def test_code_names_no_unknown_knob_and_no_missing_page() -> None:
+    texts = {path.name: path.read_text("utf-8") for path in [*(ROOT / "flashqsa").rglob("*.py"), ROOT / "Makefile"]}
+    assert {name: found for name, text in texts.items() if (found := unknown_knobs(text))} == {}
+    pages = {(name, page) for name, text in texts.items() for page in re.findall(r"\bdocs/[\w/]+\.\w+", text)}
+    assert {(name, page) for name, page in pages if not (ROOT / page).exists()} == set()
 
 
 def test_the_checks_find_what_is_wrong() -> None:
     page = (
         "`make tset`, `flashqsa dance`, see `docs/NOWHERE.md`, [this](NOWHERE.md) and [here](#no-such-heading).\n"
         "```bash\nFLASHQSA_NO_SUCH=1 python -m flashqsa run --no-such-option 3  # a comment\n```\n"
+        "```python\nfrom flashqsa.route import no_such\nflashqsa.nor_this(1)\n```\n"
     )
     code = code_of(page)
     assert unknown_targets(code, "test:\n\tx") == ["tset"]
     assert unknown_commands(code) == ["dance", "--no-such-option"]
     assert missing_paths(code) == ["docs/NOWHERE.md"]
     assert broken_links(page, ROOT) == ["NOWHERE.md", "#no-such-heading"]
+    assert unknown_names(page) == ["no_such", "nor_this"]
     assert unknown_knobs(page) == {"FLASHQSA_NO_SUCH"}
 
 

@@ -15,6 +15,7 @@ from flashqsa import (
     NoRouteError,
     QsaSpec,
     Rows,
+    choose_route,
     qsa_attention,
     select_blocks,
     sparse_attention,
@@ -22,7 +23,7 @@ from flashqsa import (
     write_kv,
 )
 from flashqsa.device import KNOWN_DEVICES, facts_of
-from flashqsa.route import CANDIDATES
+from flashqsa.route import CANDIDATES, Call, Stage
 from flashqsa.values import FP8
 from tests.test_lint import loaded_by
 
@@ -116,14 +117,20 @@ def test_writing_agrees_with_writing_on_the_cpu() -> None:
     torch.testing.assert_close(index_gpu.keys.cpu(), index_cpu.keys, rtol=1e-5, atol=1e-6)
 
 
-def test_without_a_pin_the_refusal_names_every_candidate() -> None:
-    index_q, q, index_cache, kv_cache, rows, _ = call_on(GPU, torch.float16)
+@pytest.mark.parametrize("stage", ["select", "attend"])
+def test_without_a_pin_the_refusal_names_every_candidate(stage: Stage) -> None:
+    call = Call(SPEC, rows=27, requests=2, max_position=60, q_dtype=torch.float16, cache_dtype=torch.float16)
     with pytest.raises(NoRouteError) as refused:
+        choose_route(stage, call, facts_of(GPU))
+    assert all(f"{candidate.route}: " in str(refused.value) for candidate in CANDIDATES[stage])
+
+
+def test_a_public_call_without_a_route_says_so() -> None:
+    index_q, q, index_cache, kv_cache, rows, gate = call_on(GPU, torch.float16)
+    with pytest.raises(NoRouteError, match=facts_of(GPU).arch):
         select_blocks(index_q, index_cache, rows, SPEC)
-    assert all(f"{candidate.route}: " in str(refused.value) for candidate in CANDIDATES["select"])
-    with pytest.raises(NoRouteError) as refused:
-        sparse_attention(q, kv_cache, None, Rows.from_lengths([27], [27], device=GPU), replace(SPEC, top_blocks=8))
-    assert all(f"{candidate.route}: " in str(refused.value) for candidate in CANDIDATES["attend"])
+    with pytest.raises(NoRouteError, match=facts_of(GPU).arch):
+        qsa_attention(index_q, q, index_cache, kv_cache, rows, SPEC, gate)
 
 
 def test_arguments_on_two_devices_are_refused_by_name() -> None:

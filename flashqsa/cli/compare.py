@@ -300,7 +300,7 @@ def _at_the_cut(asked: _Asked | None, spec: QsaSpec, mine: Tensor, theirs: Tenso
             away = (scores.values[row_of, block] - cut).abs()
             share = torch.where(away == 0, 0.0, away / cut)
             # No cut (NaN) means that the row takes all it sees, and no difference is small there.
-            widest = max(widest, float(share.nan_to_num(nan=torch.inf).max()))
+            widest = max(widest, float(torch.where(share.isnan(), torch.inf, share).max()))
     return tied, nearly, widest
 
 

@@ -21,8 +21,6 @@ from flashqsa.cli.show import FAILED, OK, Screen, write_json
 State = Literal["ok", "missing", "broken"]
 MINIMUM_PYTHON = (3, 10)
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc")
-TRANSFORMERS_RANGE = ((5, 16), (5, 25))
-"""From the first release with Qwen4-Exp up to, not including, the first that was not tested."""
 
 
 @dataclass(frozen=True)
@@ -88,14 +86,10 @@ def _plain(name: str, purpose: str) -> Callable[[], str]:
 
 def _transformers() -> str:
     found = str(_package("transformers", "flashqsa run needs it: pip install 'flashqsa[transformers]'").__version__)
-    low, high = TRANSFORMERS_RANGE
-    wanted = f"{low[0]}.{low[1]} to {high[0]}.{high[1] - 1}"
-    numbers = tuple(int(part) for part in found.split(".")[:2] if part.isdecimal())
-    if numbers < low:
-        raise ProbeError(f"{found} has no Qwen4-Exp; wanted {wanted}")
+    import_module("flashqsa.integrations.transformers.versions").check_version(found)
     import_module("transformers.models.qwen4_exp.modeling_qwen4_exp")
-    import_module("flashqsa.integrations.transformers")
-    return f"{found}, supported" if numbers < high else f"{found}, newer than the tested {wanted}"
+    import_module("flashqsa.integrations.transformers.switch")
+    return f"{found}, supported"
 
 
 def _nvrtc() -> str:

@@ -6,33 +6,34 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from flashqsa import capture
 from flashqsa.capture import Noted
 from flashqsa.cli import memory
 from flashqsa.cli.show import UserError
 from flashqsa.route import Decision
 
-Advance = Callable[[int], None]
-
 
 class Stopwatch:
-    """Sums the time spent in some modules' forward passes."""
+    """Sums the time spent in some modules' forward passes, none of which may call another."""
 
-    def __init__(self) -> None:
+    def __init__(self, modules: Sequence[Any]) -> None:
+        self.modules = list(modules)
         self.seconds = 0.0
         self._started = 0.0
 
     @contextlib.contextmanager
-    def on(self, modules: Sequence[Any]) -> Iterator[Stopwatch]:
-        """Times the modules' calls inside the `with` block; none of them may call another."""
-        handles = [module.register_forward_pre_hook(self._start) for module in modules]
-        handles += [module.register_forward_hook(self._stop) for module in modules]
+    def running(self) -> Iterator[None]:
+        """Times the modules' calls inside the `with` block."""
+        handles = [module.register_forward_pre_hook(self._start) for module in self.modules]
+        handles += [module.register_forward_hook(self._stop) for module in self.modules]
         try:
-            yield self
+            yield
         finally:
             for handle in handles:
                 handle.remove()
@@ -42,6 +43,51 @@ class Stopwatch:
 
     def _stop(self, *_: Any) -> None:
         self.seconds += time.perf_counter() - self._started
+
+
+class FlashQsaIndexerClock(Stopwatch):
+    """Sums what takes the place of the stock indexers: their projections and norms, pooling, and selecting blocks.
+
+    Left out is the rotary embedding of the index queries, which is no module and no operator of its own.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        parts = [[layer.indexer.index_qk_proj, layer.indexer.q_layernorm] for layer in layers]
+        super().__init__([part for pair in parts for part in pair])
+        self._selecting = 0.0
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[None]:
+        """Times the calls inside the `with` block."""
+        with super().running(), capture.listening(self._hear), _Pooling(self):
+            yield
+
+    def _hear(self, noted: Noted) -> None:
+        # A select call begins with its note and ends before the note of the attention that uses it.
+        now = time.perf_counter()
+        if noted.function == "select_blocks":
+            self._selecting = now
+        elif self._selecting:
+            self.seconds += now - self._selecting
+            self._selecting = 0.0
+
+
+class _Pooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Adds the time of `flashqsa::write_index_keys` to a stopwatch: the one part of an indexer that is no module."""
+
+    def __init__(self, clock: Stopwatch) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.clock = clock
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Runs an operator, timed where it is the one."""
+        del types
+        if func.name() != "flashqsa::write_index_keys":
+            return func(*args, **(kwargs or {}))
+        started = time.perf_counter()
+        result = func(*args, **(kwargs or {}))
+        self.clock.seconds += time.perf_counter() - started
+        return result
 
 
 @dataclass
@@ -81,7 +127,7 @@ class Timing:
 
     chunk_s           seconds of each prefill chunk; their sum is the time to the first token
     sparse_s          seconds of the prefill spent in the sparse layers
-    indexer_s         seconds of the prefill spent in their indexers; None where it was not timed
+    indexer_s         seconds of the prefill spent in their indexers
     decode_s          seconds of the decode steps, which make every new token but the first
     peak_extra_bytes  most memory held beyond what was held before the prefill
     """
@@ -89,7 +135,7 @@ class Timing:
     tokens: int
     chunk_s: tuple[float, ...]
     sparse_s: float
-    indexer_s: float | None
+    indexer_s: float
     new_tokens: int
     decode_s: float
     peak_extra_bytes: int
@@ -160,47 +206,60 @@ def chunks(tokens: Sequence[int], chunk: int) -> Iterator[Sequence[int]]:
         yield tokens[start : start + chunk]
 
 
+@dataclass(frozen=True)
+class Asked:
+    """What to generate: from which prompt, in which chunks, how much, and which tokens end it early."""
+
+    tokens: Sequence[int]
+    chunk: int
+    new_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+
+
+class Watcher(Protocol):
+    """Told of progress."""
+
+    def prefilled(self, tokens: int) -> None:
+        """Some prompt tokens are done."""
+
+    def decoded(self, tokens: int) -> None:
+        """Some new tokens are done."""
+
+
 def generate(
     model: Any,
-    tokens: Sequence[int],
-    *,
-    chunk: int,
-    new_tokens: int,
+    asked: Asked,
     sparse_layers: Sequence[Any],
-    indexers: Sequence[Any] = (),
-    stop_tokens: frozenset[int] = frozenset(),
-    on_chunk: Advance = lambda _: None,
-    on_token: Advance = lambda _: None,
-    on_decode: Callable[[], None] = lambda: None,
+    indexers: Stopwatch,
+    watcher: Watcher,
+    between: Callable[[], None] = lambda: None,
 ) -> tuple[list[int], Timing]:
-    """Prefills `tokens` in chunks and decodes greedily; returns the new tokens and what it took.
+    """Prefills a prompt in chunks and decodes greedily; returns the new tokens and what it took.
 
-    on_chunk, on_token  told of the number of tokens done in each prefill chunk and decode step
-    on_decode           told once, between prefill and decode
+    indexers  what times the indexers of the prefill
+    between   called once, between prefill and decode
     """
     memory.reset_peak()
     before = memory.resident_bytes()
-    run, layers, parts = Generation(model), Stopwatch(), Stopwatch()
+    run, layers = Generation(model), Stopwatch(sparse_layers)
     times: list[float] = []
-    logits = torch.empty(0)
-    with layers.on(sparse_layers), parts.on(indexers):
-        for piece in chunks(tokens, chunk):
+    with layers.running(), indexers.running():
+        for piece in chunks(asked.tokens, asked.chunk):
             started = time.perf_counter()
-            logits = run.feed(piece)
-            run.produced = [int(logits.argmax())]
+            run.produced = [int(run.feed(piece).argmax())]
             times.append(time.perf_counter() - started)
-            on_chunk(len(piece))
-    on_decode()
+            watcher.prefilled(len(piece))
+    between()
     started = time.perf_counter()
-    while len(run.produced) < new_tokens and run.produced[-1] not in stop_tokens:
+    while len(run.produced) < asked.new_tokens and run.produced[-1] not in asked.stop_tokens:
         run.produced.append(int(run.feed(run.produced[-1:]).argmax()))
-        on_token(1)
+        watcher.decoded(1)
     decode_s = time.perf_counter() - started
     timing = Timing(
-        tokens=len(tokens),
+        tokens=len(asked.tokens),
         chunk_s=tuple(times),
         sparse_s=layers.seconds,
-        indexer_s=parts.seconds if indexers else None,
+        indexer_s=indexers.seconds,
         new_tokens=len(run.produced),
         decode_s=decode_s,
         peak_extra_bytes=max(memory.peak_bytes() - before, 0),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,7 +25,16 @@ from flashqsa.cli.compare import (
     StockChoices,
     agreement,
 )
-from flashqsa.cli.engine import RouteTally, RouteUse, Timing, generate, integration
+from flashqsa.cli.engine import (
+    Asked,
+    FlashQsaIndexerClock,
+    RouteTally,
+    RouteUse,
+    Stopwatch,
+    Timing,
+    generate,
+    integration,
+)
 from flashqsa.cli.explain import dtype_named
 from flashqsa.cli.presets import Loaded, load_folder, load_preset
 from flashqsa.cli.prompt import Prompt, read_prompt
@@ -135,15 +145,37 @@ def enabled(model: Any) -> Iterator[list[Any]]:
     except (ValueError, ImportError) as error:
         raise UserError(f"FlashQSA cannot stand in for this model's sparse layers: {error}") from error
     try:
-        yield list(plug.qsa_layers(model))
+        yield list(plug.qsa_layers(model).values())
     finally:
         plug.disable(model)
 
 
+@dataclass
+class Bars:
+    """Progress of one side: prompt tokens in chunks, then new tokens."""
+
+    progress: Progress
+    side: str
+    prompt_tokens: int
+    steps: int
+
+    def __post_init__(self) -> None:
+        self._prefill = self.progress.add_task(f"{self.side} prefill", total=self.prompt_tokens)
+        self._decode = self.progress.add_task(f"{self.side} decode", total=self.steps, visible=self.steps > 0)
+
+    def prefilled(self, tokens: int) -> None:
+        """Some prompt tokens are done."""
+        self.progress.advance(self._prefill, tokens)
+
+    def decoded(self, tokens: int) -> None:
+        """Some new tokens are done."""
+        self.progress.advance(self._decode, tokens)
+
+
 def _carry_out(job: Job, loaded: Loaded, prompt: Prompt, screen: Screen) -> Outcome:
     model, tokens = loaded.model, prompt.tokens
+    asked = Asked(tokens, job.chunk, job.decode, loaded.stop_tokens)
     _warm_up(loaded, tokens)
-    steps = job.decode - 1
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -152,48 +184,27 @@ def _carry_out(job: Job, loaded: Loaded, prompt: Prompt, screen: Screen) -> Outc
         TextColumn("tokens"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=screen.progress) as progress, contextlib.ExitStack() as stack:
-        with enabled(model) as layers:
-            tally, states = RouteTally(), HiddenStates()
-            stack.enter_context(states.of(model) if job.compare else contextlib.nullcontext())
+    tally, states, stock_states = RouteTally(), HiddenStates(), HiddenStates()
+    with Progress(*columns, console=screen.progress) as progress:
+        with enabled(model) as layers, contextlib.ExitStack() as stack:
+            stack.enter_context(listening(tally))
             choices = Choices(layers)
-            bar = progress.add_task("FlashQSA prefill", total=len(tokens))
-            decode_bar = progress.add_task("FlashQSA decode", total=steps, visible=steps > 0)
-            with listening(tally), choices.following():
-                heard = listening(choices) if job.compare else contextlib.nullcontext()
-                with heard:
-                    produced, timing = generate(
-                        model,
-                        tokens,
-                        chunk=job.chunk,
-                        new_tokens=job.decode,
-                        sparse_layers=layers,
-                        stop_tokens=loaded.stop_tokens,
-                        on_chunk=lambda done: progress.advance(bar, done),
-                        on_token=lambda done: progress.advance(decode_bar, done),
-                        on_decode=tally.start_decode,
-                    )
-            hand_overs = dict(integration().hand_overs())
-        stack.close()
-        uses = list(tally.uses.values())
+            if job.compare:
+                stack.enter_context(states.of(model))
+                stack.enter_context(choices.following())
+                stack.enter_context(listening(choices))
+            before = Counter(integration().hand_overs())
+            clock = FlashQsaIndexerClock(layers)
+            bars = Bars(progress, "FlashQSA", len(tokens), job.decode - 1)
+            produced, timing = generate(model, asked, layers, clock, bars, tally.start_decode)
+            hand_overs = dict(Counter(integration().hand_overs()) - before)
         if not job.compare:
-            return Outcome(timing, produced, uses, hand_overs)
-        bar = progress.add_task("stock prefill", total=len(tokens))
-        decode_bar = progress.add_task("stock decode", total=steps, visible=steps > 0)
-        indexers = [layer.indexer for layer in layers]
-        stock_states, stock_choices = HiddenStates(), StockChoices(indexers, block_tokens=loaded.block_tokens)
+            return Outcome(timing, produced, list(tally.uses.values()), hand_overs)
+        stock_choices = StockChoices([layer.indexer for layer in layers], loaded.block_tokens)
         with stock_states.of(model), stock_choices.following():
-            stock_produced, stock = generate(
-                model,
-                tokens,
-                chunk=job.chunk,
-                new_tokens=job.decode,
-                sparse_layers=layers,
-                indexers=indexers,
-                stop_tokens=loaded.stop_tokens,
-                on_chunk=lambda done: progress.advance(bar, done),
-                on_token=lambda done: progress.advance(decode_bar, done),
-            )
+            stock_clock = Stopwatch([layer.indexer for layer in layers])
+            bars = Bars(progress, "stock", len(tokens), job.decode - 1)
+            stock_produced, stock = generate(model, asked, layers, stock_clock, bars)
     agreed = agreement(
         choices,
         stock_choices,
@@ -202,7 +213,7 @@ def _carry_out(job: Job, loaded: Loaded, prompt: Prompt, screen: Screen) -> Outc
         (produced, stock_produced),
         last_layer_mixes=loaded.mixes_after_sparse,
     )
-    return Outcome(timing, produced, uses, hand_overs, stock, agreed)
+    return Outcome(timing, produced, list(tally.uses.values()), hand_overs, stock, agreed)
 
 
 def _warm_up(loaded: Loaded, tokens: list[int]) -> None:
@@ -239,7 +250,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
         line("decode tokens/s", *(rate(side.decode_rate) for side in sides)),
         line("sparse layers", *(seconds(side.sparse_s) for side in sides)),
         line("their share of the prefill", *(f"{side.sparse_share:.1%}" for side in sides)),
-        line("their indexers", *("-" if s.indexer_s is None else seconds(s.indexer_s) for s in sides)),
+        line("their indexers", *(seconds(side.indexer_s) for side in sides)),
         line("peak extra memory", *(mebibytes(side.peak_extra_bytes) for side in sides)),
     ]
     if outcome.stock is None:

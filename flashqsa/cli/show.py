@@ -44,12 +44,13 @@ class Screen:
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
         """A table of plain text; columns whose every entry is a number stand to the right."""
-        table = Table(title=title, title_justify="left", title_style="bold", header_style="bold", expand=False)
+        table = Table(header_style="bold")
         for index, column in enumerate(columns):
             numeric = bool(rows) and all(_is_number(row[index]) for row in rows)
             table.add_column(column, justify="right" if numeric else "left", overflow="fold")
         for row in rows:
             table.add_row(*(Text(str(cell)) for cell in row))
+        self.results.print(Text(title, style="bold"))
         self.results.print(table)
 
     def line(self, text: str) -> None:
@@ -128,6 +129,16 @@ def carried_out(json_target: str | None, work: Callable[[Screen], int]) -> int:
     except NoRouteError as error:
         report_error(screen, error)
         return FAILED
+
+
+def carried_out_bare(json_target: str | None, work: Callable[[Screen], int]) -> int:
+    """As `carried_out`, for a command that must run where the package itself cannot be imported."""
+    screen = Screen.for_json(json_target)
+    try:
+        check_json_target(json_target)
+        return work(screen)
+    except UserError as error:
+        return report_error(screen, error)
 
 
 def report_error(screen: Screen, error: Exception) -> int:

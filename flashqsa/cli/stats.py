@@ -180,7 +180,8 @@ def ties_at_cut(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaS
         part = rows.slice(start, start + SCORE_ROWS)
         scores = KERNEL_SETS["cpu"].score(index_q[start : start + SCORE_ROWS], index_cache, part, spec)
         column = torch.arange(scores.values.shape[1])
-        values = torch.where(column < scores.visible[:, None], scores.values, -torch.inf).nan_to_num(nan=-torch.inf)
+        there = (column < scores.visible[:, None]) & ~scores.values.isnan()
+        values = torch.where(there, scores.values, -torch.inf)
         values = values[choosing[start : start + SCORE_ROWS]]
         if not values.numel():
             continue
@@ -254,10 +255,12 @@ def plot_stats(stats: Stats, source: str, path: Path) -> None:
     left, right = figure.subplots(1, 2)
     sizes: Sequence[int] = sorted(stats.union)
     left.plot([1, *sizes], [1.0, *(stats.union[size] for size in sizes)], marker="o", label="measured")
-    left.plot([1, *sizes], [1, *sizes], linestyle=":", color="grey", label="nothing shared")
+    left.plot([1, *sizes], [1.0, *map(float, sizes)], linestyle=":", color="grey", label="nothing shared")
     left.set(xlabel="rows of a group", ylabel="union, in selections", title="what a group reads", ylim=(0, None))
     left.legend()
-    right.bar(bands(), stats.distance)
+    reached = [index for index, share in enumerate(stats.distance) if share > 0]
+    shown = reached[-1] + 1 if reached else 1
+    right.bar(bands()[:shown], stats.distance[:shown])
     right.set(xlabel="tokens back", ylabel="share of selected blocks", title="how far back")
     right.tick_params(axis="x", rotation=45)
     figure.suptitle(f"{source}: {stats.choosing:,} rows that choose")

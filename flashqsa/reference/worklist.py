@@ -21,7 +21,7 @@ def groups_of(rows: Rows, group_rows: int) -> list[tuple[int, int]]:
     for row in range(rows.count):
         if not starts or owner[row] != owner[row - 1] or row - starts[-1] == group_rows:
             starts.append(row)
-    return list(zip(starts, [*starts[1:], rows.count], strict=True))
+    return list(zip(starts, [*starts, rows.count][1:], strict=True))
 
 
 def worklist(selection: Selection | None, rows: Rows, spec: QsaSpec, group_rows: int) -> Worklist:

@@ -158,7 +158,7 @@ CASES: tuple[Case, ...] = (
     Case("1700-tokens-model", (6,), (1700,), MODEL, FP16, FP16, 816),
     Case("budget-reached-model", (9,), (2052,), MODEL, page_tokens=64),
     Case("tie-zone-model", (12,), (2140,), MODEL, page_tokens=784),
-    Case("tie-zone", (24,), (150,), spec_of(6, 1, top_blocks=32), page_tokens=64),
+    Case("tie-zone", (24,), (540,), spec_of(6, 1, top_blocks=128), page_tokens=64),
     # Holes.
     Case("holes", (30,), (300,), RANK4, holes=((0, 0), (0, 7), (0, 12))),
     Case("hole-under-the-tail", (4, 5), (110, 117), RANK4, FP16, FP16, holes=((0, 6), (1, 7))),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashqsa import pipeline, reference
-from flashqsa.plan import Plan
 from flashqsa.route import NoRouteError
 from flashqsa.testing import compare
 from flashqsa.testing.cases import Case
@@ -86,60 +85,61 @@ def verify_case(case: Case, device: torch.device | str = "cpu", route: str | Non
     """
     inputs = build(case, device)
     try:
-        plan = pipeline.plan_batch(
+        calls = _Calls(inputs, route)
+    except NoRouteError as refusal:
+        return CaseResult(case, (), str(refusal), (), 0.0)
+    outcome = calls.run(inputs)
+    failures: list[str | None] = []
+    for name, disturb in DISTURBANCES.items():
+        difference = outcome.difference(calls.run(disturb(inputs)))
+        failures.append(None if difference is None else f"{difference} changes with {name}")
+    if inputs.selection is None:
+        difference = outcome.difference(calls.run_joined(inputs, outcome.selection))
+        failures.append(None if difference is None else f"{difference} of qsa_attention is not that of its two halves")
+        failures.append(_selection_failure(inputs, outcome.selection))
+    attention, error = _attention_failures(inputs, outcome)
+    found = tuple(failure for failure in failures + attention if failure is not None)
+    return CaseResult(case, calls.routes, None, found, error)
+
+
+class _Calls:
+    """The public calls under one plan."""
+
+    def __init__(self, inputs: Inputs, route: str | None) -> None:
+        self.plan = pipeline.plan_batch(
             inputs.rows,
             inputs.spec,
             index_cache=inputs.index_cache,
             kv_cache=inputs.kv_cache,
-            q_dtype=case.q_dtype,
+            q_dtype=inputs.case.q_dtype,
             route=route,
         )
-    except NoRouteError as refusal:
-        return CaseResult(case, (), str(refusal), (), 0.0)
-    outcome = _run(inputs, plan)
-    failures = _disturbed(inputs, plan, outcome)
-    if inputs.selection is None:
-        failures.append(_joined(inputs, plan, outcome))
-        failures.append(_selection_failure(inputs, outcome.selection))
-    attention, error = _attention_failures(inputs, outcome)
-    routes = (str(plan.select_decision.route), str(plan.attend_decision.route))
-    found = tuple(failure for failure in failures + attention if failure is not None)
-    return CaseResult(case, routes, None, found, error)
+        self.routes = (str(self.plan.select_decision.route), str(self.plan.attend_decision.route))
 
+    def run(self, inputs: Inputs) -> _Outcome:
+        """The two halves, one after the other; the first only where no selection is given."""
+        selection, plan = inputs.selection, self.plan
+        if selection is None:
+            selection = pipeline.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec, plan=plan)
+        output, lse = pipeline.sparse_attention(
+            inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec, inputs.gate, return_lse=True, plan=plan
+        )
+        return _Outcome(selection, output, lse)
 
-def _run(inputs: Inputs, plan: Plan) -> _Outcome:
-    selection = inputs.selection
-    if selection is None:
-        selection = pipeline.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec, plan=plan)
-    output, lse = pipeline.sparse_attention(
-        inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec, inputs.gate, return_lse=True, plan=plan
-    )
-    return _Outcome(selection, output, lse)
-
-
-def _disturbed(inputs: Inputs, plan: Plan, outcome: _Outcome) -> list[str | None]:
-    failures: list[str | None] = []
-    for name, disturb in DISTURBANCES.items():
-        difference = outcome.difference(_run(disturb(inputs), plan))
-        failures.append(None if difference is None else f"{difference} changes with {name}")
-    return failures
-
-
-def _joined(inputs: Inputs, plan: Plan, outcome: _Outcome) -> str | None:
-    """Whether `qsa_attention` gives what its two halves give."""
-    output, lse = pipeline.qsa_attention(
-        inputs.index_q,
-        inputs.q,
-        inputs.index_cache,
-        inputs.kv_cache,
-        inputs.rows,
-        inputs.spec,
-        inputs.gate,
-        return_lse=True,
-        plan=plan,
-    )
-    difference = outcome.difference(replace(outcome, output=output, lse=lse))
-    return None if difference is None else f"{difference} of qsa_attention is not that of its two halves"
+    def run_joined(self, inputs: Inputs, selection: Selection) -> _Outcome:
+        """`qsa_attention`; `selection` stands in for the one that it does not return."""
+        output, lse = pipeline.qsa_attention(
+            inputs.index_q,
+            inputs.q,
+            inputs.index_cache,
+            inputs.kv_cache,
+            inputs.rows,
+            inputs.spec,
+            inputs.gate,
+            return_lse=True,
+            plan=self.plan,
+        )
+        return _Outcome(selection, output, lse)
 
 
 def _selection_failure(inputs: Inputs, got: Selection) -> str | None:

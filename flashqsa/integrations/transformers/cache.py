@@ -42,11 +42,16 @@ class PagedLayer:
     store: PagedStore | None = None
     _filled = False
     _hidden: Tensor | None = None
+    cumulative_length: Tensor
+    indexer_cumulative_length: Tensor
     _keys: Tensor | None
     _values: Tensor | None
     _indexer_keys: Tensor | None
     is_initialized: bool
     is_croppable = True
+    device: torch.device
+    batch_size: int
+    indexer_position_ids: Tensor | None
 
     # -- the stock attributes; of a store they are laid out anew each time they are read
 
@@ -143,7 +148,7 @@ class PagedLayer:
         return reading
 
     def check_hidden(self, mask: Tensor) -> None:
-        """MaskMismatchError when a stock mask [batch, 1, rows, columns] shows columns that were padding and not kept."""
+        """MaskMismatchError when a stock mask [batch, 1, rows, columns] shows padding, which is not kept."""
         hidden = self._hidden_columns()
         if hidden is None or not _checks(mask.device):
             return
@@ -240,9 +245,7 @@ class PagedLayer:
 
     # -- the calls of Transformers that both kinds answer alike
 
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The stock call: appends columns [batch, kv_heads, new, head_dim], returns all of them."""
         self._to_stock()
         self._filled = True
@@ -309,8 +312,9 @@ class PagedLayer:
     def _each_request(self, function: Callable[[Tensor, int], Tensor]) -> None:
         assert self.store is not None
         self.store.change(lambda stored: function(stored, 0))
-        if getattr(self, "indexer_position_ids", None) is not None:
-            self.indexer_position_ids = function(self.indexer_position_ids, 1)
+        positions = getattr(self, "indexer_position_ids", None)
+        if positions is not None:
+            self.indexer_position_ids = function(positions, 1)
         if hasattr(self, "batch_size"):
             self.batch_size = self.store.batch
 
@@ -333,8 +337,9 @@ class PagedLayer:
         raise NotImplementedError
 
     def _crop_positions(self, change: int) -> None:
-        if change and getattr(self, "indexer_position_ids", None) is not None:
-            self.indexer_position_ids = self.indexer_position_ids[..., :change]
+        positions = getattr(self, "indexer_position_ids", None)
+        if change and positions is not None:
+            self.indexer_position_ids = positions[..., :change]
 
 
 def _widened(mask: Tensor, columns: int) -> Tensor:
@@ -406,7 +411,9 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
 
     def _capacity(self, columns: int) -> tuple[int, int | None]:
         if columns > self.max_cache_len:
-            raise CacheMismatchError(f"cache: wanted room for {columns} columns; got max_cache_len {self.max_cache_len}")
+            raise CacheMismatchError(
+                f"cache: wanted room for {columns} columns; got max_cache_len {self.max_cache_len}"
+            )
         return self.max_cache_len, self.max_cache_len
 
     def _laid_out_columns(self) -> int:
@@ -454,7 +461,7 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
 
 
 def paged_layer(cache: Any, layer_idx: int) -> PagedLayer | None:
-    """The cache layer of a QSA layer; a stock one becomes one of ours in its place. None for a layer of another kind."""
+    """The cache layer of a QSA layer; a stock one becomes one of ours in its place. None for another kind."""
     layers = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
     if isinstance(layer, PagedLayer):

@@ -13,7 +13,7 @@ _counts: Counter[str] = Counter()
 
 
 def hand_overs() -> dict[str, int]:
-    """How many layer calls of this process went to the stock layer, by reason. Calls under torch.compile are not seen."""
+    """How many layer calls of this process the stock layer ran, by reason; not those under torch.compile."""
     return dict(_counts)
 
 

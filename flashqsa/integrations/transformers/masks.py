@@ -31,8 +31,8 @@ def flashqsa_mask(
 ) -> Tensor | None:
     """None, or [batch, columns] bool, True for a token and False for padding: or the stock [batch, 1, rows, columns].
 
-    `mask_function` is the pattern; `attention_mask` the 2-D mask as the caller gave it, which covers the columns seen so
-    far and is filled up to `kv_length` with padding, as stock masks are.
+    `mask_function` is the pattern; `attention_mask` the 2-D mask as the caller gave it, which covers the columns seen
+    so far and is filled up to `kv_length` with padding, as stock masks are.
     """
     if mask_function is not causal_mask_function or kv_offset:
         kwargs["allow_is_causal_skip"] = kwargs["allow_is_bidirectional_skip"] = False

@@ -1,8 +1,8 @@
 """What the caches of this integration hold for one layer: paged keys, values and index keys of visible tokens.
 
 Transformers counts columns: every token of every forward pass, padding too. The store counts each request's visible
-tokens, because that is what blocks are made of: token t of a request is its (t + 1)-th visible column, and padding is not
-stored. `visible` keeps which column was which, so that a request can be laid out in columns again.
+tokens, because that is what blocks are made of: token t of a request is its (t + 1)-th visible column, and padding is
+not stored. `visible` keeps which column was which, so that a request can be laid out in columns again.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MIN_GROWTH_TOKENS = 256
 
 @dataclass(frozen=True)
 class Pooling:
-    """How a layer makes the key of a block: `norm_weight` [index_dim] and `eps` of the RMS norm (see `write_index_keys`)."""
+    """How block keys are made: `norm_weight` [index_dim] and `eps` of the RMS norm (see `write_index_keys`)."""
 
     norm_weight: Tensor
     eps: float
@@ -76,8 +76,8 @@ class PagedStore:
     keys, values   [batch, capacity, kv_heads, head_dim]
     raw_keys       [batch, capacity, index_dim], so that any number of tokens can be taken back
     index_keys     [batch, capacity / block_tokens, index_dim], the key of each complete block
-    block_rotary   [batch, capacity / block_tokens + 1, 2, rotary_dim]: cos and sin at each block's first token, kept from
-                   when it came, since a later pass need not know them; the last entry takes what is to be dropped
+    block_rotary   [batch, capacity / block_tokens + 1, 2, rotary_dim]: cos and sin at each block's first token, kept
+                   from when it came, since a later pass need not know them; the last entry takes what is to be dropped
     visible        [batch, max_columns] bool, the columns that are tokens
     lengths        [batch] int32, visible tokens so far
     page_table     [batch, capacity / page_tokens] int32
@@ -172,9 +172,16 @@ class PagedStore:
             self.visible[:, columns : columns + count] = True if new.visible is None else new.visible
         else:
             every = torch.ones((batch, count), dtype=torch.bool, device=steps.device)
-            self.visible.index_copy_(1, columns + steps, every if new.visible is None else new.visible)
+            self.visible.index_copy_(1, columns + steps.long(), every if new.visible is None else new.visible)
         request = torch.arange(batch, dtype=torch.int32, device=steps.device).repeat_interleave(count)
-        cos, sin = self._block_angles(new, position)
+        angles = self._block_angles(new, position)
+        raw_keys, key_position = new.raw_keys, position
+        if new.visible is not None and count > 1:
+            # Pooling wants the tokens of a request next to each other: padding between them goes to the end.
+            order = (~new.visible).to(torch.int8).argsort(dim=1, stable=True)
+            rows = torch.arange(batch, device=order.device)[:, None]
+            raw_keys, key_position, angles = raw_keys[rows, order], position[rows, order], angles[rows, order]
+        cos, sin = angles.flatten(0, 1).unbind(1)
         reading = self.reading(request, position.flatten(), max_position)
         numbers = ops.pack_spec(spec)
         ops.write_kv(
@@ -191,13 +198,13 @@ class PagedStore:
             numbers,
         )
         ops.write_index_keys(
-            new.raw_keys.flatten(0, 1),
+            raw_keys.flatten(0, 1),
             reading.index_keys,
             self.page_table,
             None,
             self.raw_keys,
             request,
-            reading.position,
+            key_position.flatten(),
             max_position,
             numbers,
             pooling.norm_weight,
@@ -208,16 +215,15 @@ class PagedStore:
         self.lengths.add_(added)
         return reading
 
-    def _block_angles(self, new: NewTokens, position: Tensor) -> tuple[Tensor, Tensor]:
-        """cos and sin [batch * columns, rotary_dim] at the first token of each column's block."""
+    def _block_angles(self, new: NewTokens, position: Tensor) -> Tensor:
+        """cos and sin [batch, columns, 2, rotary_dim] at the first token of each column's block."""
         place = position.clamp(min=0)
         block = torch.div(place, self.block_tokens, rounding_mode="floor").long()
         opens = (position >= 0) & (place % self.block_tokens == 0)
         slot = torch.where(opens, block, self.block_rotary.shape[1] - 1)
         request = torch.arange(position.shape[0], device=position.device)[:, None]
         self.block_rotary[request, slot] = torch.stack((new.cos, new.sin), dim=2)
-        angles = self.block_rotary[request, block].flatten(0, 1)
-        return angles[:, 0], angles[:, 1]
+        return self.block_rotary[request, block]
 
     def reading(self, request: Tensor, position: Tensor, max_position: int) -> Reading:
         """The pools, for rows at `position` of `request`."""
@@ -233,6 +239,11 @@ class PagedStore:
             max_position,
         )
 
+    def mark_static(self) -> None:
+        """Tells torch.compile that the tensors stay where they are, as the stock static layer does with its own."""
+        for name in (*self._BY_TOKEN, *self._BY_BLOCK, *self._OTHERS):
+            torch._dynamo.mark_static_address(getattr(self, name))
+
     def crop(self, keep: int, columns: int) -> None:
         """Forgets columns `keep .. columns`. Blocks that are cut open are pooled again when they fill up."""
         gone = self.visible[:, keep:columns]
@@ -247,8 +258,8 @@ class PagedStore:
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
         """Replaces every tensor by a function of it that keeps, moves, repeats or chooses requests (axis 0).
 
-        A store of fixed size is written in place, as long as the function keeps shapes and the device: compiled code and
-        CUDA graphs hold on to its addresses.
+        A store of fixed size is written in place, as long as the function keeps shapes and the device: compiled code
+        and CUDA graphs hold on to its addresses.
         """
         for name in (*self._BY_TOKEN, *self._BY_BLOCK, "visible", "lengths"):
             old: Tensor = getattr(self, name)
@@ -261,8 +272,9 @@ class PagedStore:
             self.page_table = self._pages(self.batch, self.capacity, self.keys.device)
 
     def in_columns(self, columns: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Keys and values [batch, kv_heads, columns, head_dim] and raw keys [batch, columns, index_dim], as stock caches
-        hold them; zeros where a column is padding.
+        """Keys and values [batch, kv_heads, columns, head_dim] and raw keys [batch, columns, index_dim].
+
+        As stock caches hold them; zeros where a column is padding.
         """
         visible = self.visible[:, :columns]
         place = (visible.cumsum(1) - 1).clamp(min=0)

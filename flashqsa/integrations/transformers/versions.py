@@ -80,7 +80,7 @@ def sparse_layer_ids(config: Any) -> list[int]:
     """Indices of a config's QSA layers, however its release spells them.
 
     Takes a config object or the dict of a `config.json`. Without `layer_types`, every `full_attention_interval`-th
-    layer (4 by default) is one. Raises UnsupportedModelError for a layer type of neither kind, and where none is sparse.
+    layer (4 by default) is one. Raises UnsupportedModelError for an unknown layer type, and where none is sparse.
 
     >>> sparse_layer_ids({"num_hidden_layers": 4, "layer_types": ["linear_attention", "indexed_attention"] * 2})
     [1, 3]
@@ -157,7 +157,9 @@ def portable_config(config: Mapping[str, Any]) -> dict[str, Any]:
             changed["text_config"] = spelled(changed["text_config"])
         if changed.get("layer_types") is not None:
             sparse = SPARSE_LAYER_TYPES
-            changed["layer_types"] = [PORTABLE_LAYER_TYPE if kind in sparse else kind for kind in changed["layer_types"]]
+            changed["layer_types"] = [
+                PORTABLE_LAYER_TYPE if kind in sparse else kind for kind in changed["layer_types"]
+            ]
         return changed
 
     return spelled(config)

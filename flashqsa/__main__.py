@@ -1,0 +1,314 @@
+"""The command line: argument parsing only. Each command's work is in `flashqsa/cli`, imported when it runs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+app = typer.Typer(
+    name="flashqsa",
+    help="FlashQSA: Qwen Sparse Attention, exact, repeatable and fast.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+JsonTarget = Annotated[
+    str | None,
+    typer.Option("--json", metavar="FILE", help="Also write the results as JSON to FILE, or to standard output for -."),
+]
+RoutePin = Annotated[
+    str | None,
+    typer.Option(
+        "--route",
+        metavar="PIN",
+        help="Use this route or fail: a mode (grouped), a kernel set (cpu), both (cpu:grouped), or reference.",
+    ),
+]
+Verbose = Annotated[bool, typer.Option("--verbose", help="Show everything that is logged, not route lines alone.")]
+Seed = Annotated[int, typer.Option("--seed", help="Seed of a preset's random weights.")]
+Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads; torch's choice by default.")]
+CaseName = Annotated[
+    str | None, typer.Option("--case", metavar="NAME", help="Take a named case of `flashqsa verify --list`.")
+]
+PresetName = Annotated[
+    str | None, typer.Option("--preset", metavar="NAME", help="Prefill this random preset: demo, demo-2x or tiny.")
+]
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        from flashqsa import __version__
+
+        typer.echo(f"flashqsa {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def _program(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
+    """FlashQSA: Qwen Sparse Attention, exact, repeatable and fast."""
+
+
+@app.command()
+def run(
+    prompt: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[PROMPT_FILE|-]",
+            help="Text to prefill, - for standard input. By default the language reference that comes with Python.",
+        ),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option("--model", metavar="FOLDER", help="A Qwen4-Exp model and its tokenizer on disk.")
+    ] = None,
+    preset: Annotated[
+        str | None,
+        typer.Option(
+            "--preset",
+            metavar="NAME",
+            help="A random model instead: demo (the released model's sparse geometry, small everything else; the "
+            "default), demo-2x (two sparse layers), or tiny.",
+        ),
+    ] = None,
+    tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--tokens", metavar="N", help="Cut the prompt to N tokens. By default a file is whole, Python's text 8192."
+        ),
+    ] = None,
+    chunk: Annotated[int, typer.Option("--chunk", metavar="N", help="Rows of one prefill chunk.")] = 2048,
+    decode: Annotated[int, typer.Option("--decode", metavar="N", help="New tokens to generate, greedily.")] = 32,
+    dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--dtype", metavar="DTYPE", help="float32 (a preset's default), bfloat16 or float16; else a model's own."
+        ),
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    compare: Annotated[
+        str | None,
+        typer.Option(
+            "--compare",
+            metavar="stock",
+            help="Also run the stock layer and compare time, logits and selections. Slow: its indexer loops in Python.",
+        ),
+    ] = None,
+    route: RoutePin = None,
+    verbose: Verbose = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """Prefill and decode a Qwen4-Exp model in Transformers, with FlashQSA in place of its sparse layers.
+
+    Shows which routes ran and why, the time to the first token, rates, the sparse layers' share and peak memory.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.run import Job, run
+
+        job = Job(prompt, model, preset, tokens, chunk, decode, dtype, seed, threads, compare, route, verbose)
+        return run(job, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command()
+def doctor(json_target: JsonTarget = None) -> None:
+    """Show what is installed, which devices are here, which routes serve them and why others do not.
+
+    Runs a small self-test. The exit code is 0 where FlashQSA works on the CPU.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.doctor import doctor
+
+        return doctor(screen, json_target)
+
+    raise typer.Exit(show.carried_out_bare(json_target, work))
+
+
+@app.command()
+def explain(
+    rows: Annotated[int, typer.Option("--rows", metavar="N", help="Query rows of the call.")] = 2048,
+    requests: Annotated[int, typer.Option("--requests", metavar="N", help="Requests they belong to.")] = 1,
+    context: Annotated[int, typer.Option("--context", metavar="N", help="Tokens of the longest request.")] = 32768,
+    heads: Annotated[
+        str, typer.Option("--heads", metavar="Q/KV", help="Query heads and KV heads on this rank.")
+    ] = "24/2",
+    head_dim: Annotated[int, typer.Option("--head-dim", metavar="N", help="Numbers per head.")] = 256,
+    dtype: Annotated[
+        str, typer.Option("--dtype", metavar="DTYPE", help="Of the queries: float32, float16 or bfloat16.")
+    ] = "float32",
+    cache_dtype: Annotated[
+        str | None,
+        typer.Option(
+            "--cache-dtype", metavar="DTYPE", help="Of the caches; also float8_e4m3fn. The queries' by default."
+        ),
+    ] = None,
+    page_tokens: Annotated[int, typer.Option("--page-tokens", metavar="N", help="Tokens per cache page.")] = 64,
+    top_blocks: Annotated[int, typer.Option("--top-blocks", metavar="N", help="Blocks a row selects.")] = 512,
+    device: Annotated[
+        str,
+        typer.Option("--device", metavar="NAME", help="here, cpu, or a GPU that need not be here: v100, t4, h200, ..."),
+    ] = "here",
+    route: RoutePin = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Show the route of a described call, and why each other route was refused. Nothing is launched.
+
+    The exit code is 1 where no route serves the call.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.explain import Question, explain
+
+        question = Question(
+            rows, requests, context, heads, head_dim, dtype, cache_dtype, page_tokens, top_blocks, device, route
+        )
+        return explain(question, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command()
+def verify(
+    device: Annotated[str, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:1.")] = "cpu",
+    case: Annotated[
+        list[str] | None, typer.Option("--case", metavar="NAME", help="Only this case; may be given several times.")
+    ] = None,
+    tag: Annotated[
+        str | None, typer.Option("--tag", metavar="TAG", help="Only cases with this tag: smoke takes seconds.")
+    ] = None,
+    list_only: Annotated[bool, typer.Option("--list", help="Show the cases without running them.")] = False,
+    route: RoutePin = None,
+    verbose: Verbose = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """Run the case list on a device and compare every result with the reference.
+
+    The exit code is 1 unless every case passes.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.verify import Selected, list_cases, verify
+
+        if list_only:
+            return list_cases(screen, json_target)
+        return verify(Selected(device, tuple(case or ()), tag, route, verbose), screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+Tokens = Annotated[int, typer.Option("--tokens", metavar="N", help="Prompt tokens of a preset's prefill.")]
+Chunk = Annotated[int, typer.Option("--chunk", metavar="N", help="Rows of one prefill chunk.")]
+ChunkIndex = Annotated[
+    int | None, typer.Option("--chunk-index", metavar="N", help="Which chunk, from 0; the last one by default.")
+]
+
+
+@app.command()
+def capture(
+    folder: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to save under; nothing in it is overwritten.")],
+    case: CaseName = None,
+    preset: PresetName = None,
+    tokens: Tokens = 4096,
+    chunk: Chunk = 1024,
+    chunk_index: ChunkIndex = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Save one call, with its tensors, metadata and route, for `flashqsa replay` and `flashqsa stats`.
+
+    The call is a named case, or one chunk of a preset's prefill. To capture calls of a program of your own, set
+    FLASHQSA_CAPTURE to a folder.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.captures import Source, capture_calls
+
+        source = Source(case, preset, tokens, chunk, chunk_index, seed, threads)
+        return capture_calls(folder, source, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command()
+def replay(
+    folder: Annotated[Path, typer.Argument(metavar="FOLDER", help="One capture, such as OUT/sparse_attention.")],
+    time: Annotated[
+        int, typer.Option("--time", metavar="N", help="Time N calls after a warm-up instead of verifying.")
+    ] = 0,
+    rows: Annotated[
+        int, typer.Option("--rows", metavar="N", help="Verify N rows, evenly spaced; 0 for all. The reference is slow.")
+    ] = 64,
+    route: RoutePin = None,
+    threads: Threads = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Make a captured call again, and verify it against the reference or time it.
+
+    Takes the captured route where this machine has it. Loading a capture runs no code from it. The exit code is 1 where
+    the result is wrong.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.captures import Again, replay
+
+        return replay(folder, Again(time, rows, route, threads), screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command()
+def stats(
+    folder: Annotated[
+        Path | None, typer.Argument(metavar="[FOLDER]", help="A capture; without one a preset or case is run.")
+    ] = None,
+    case: CaseName = None,
+    preset: PresetName = None,
+    tokens: Tokens = 4096,
+    chunk: Chunk = 1024,
+    chunk_index: ChunkIndex = None,
+    page_tokens: Annotated[
+        int | None, typer.Option("--page-tokens", metavar="N", help="Count pages of N tokens instead of the cache's.")
+    ] = None,
+    plot: Annotated[Path | None, typer.Option("--plot", metavar="FILE.png", help="Also draw it (matplotlib).")] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Show how much rows share: overlap of neighbours, union by group size, ties, pages read, distance.
+
+    Ties at the cut need scores, so a capture of select_blocks, a preset or a case.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.captures import Source, stats
+
+        source = Source(case, preset, tokens, chunk, chunk_index, seed, threads)
+        return stats(folder, source, page_tokens, plot, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+def main() -> None:
+    """The `flashqsa` command."""
+    app()
+
+
+if __name__ == "__main__":
+    main()

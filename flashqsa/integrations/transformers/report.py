@@ -1,0 +1,54 @@
+"""What a model's sparse layers would take, for a described call."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from flashqsa.device import facts_of
+from flashqsa.integrations.transformers.layer import FlashQsaAttention
+from flashqsa.integrations.transformers.switch import qsa_layers
+from flashqsa.integrations.transformers.versions import spec_of_config
+from flashqsa.route import Call, Decision, choose_route
+from flashqsa.values import QsaSpec
+
+
+@dataclass(frozen=True)
+class LayerRoute:
+    """One sparse layer and the routes it takes; both None where the layer is stock.
+
+    name    of the module in its model
+    device  of its weights
+    """
+
+    name: str
+    spec: QsaSpec
+    device: torch.device
+    select: Decision | None
+    attend: Decision | None
+
+
+def spec_of(module: nn.Module) -> QsaSpec:
+    """The shape of a sparse layer, stock or ours, with all its heads. Raises UnsupportedModelError as `enable` does."""
+    return spec_of_config(module.config)
+
+
+def route_report(
+    model: nn.Module, *, rows: int, max_position: int, requests: int = 1, route: str | None = None
+) -> list[LayerRoute]:
+    """The routes of a model's sparse layers for a pass of `rows` rows of `requests`, at positions to `max_position`.
+
+    `route` pins one, as in `flashqsa.choose_route`. Nothing runs. Raises NoRouteError.
+    """
+    found = []
+    for name, layer in qsa_layers(model).items():
+        spec, weight = spec_of(layer), layer.get_parameter("k_norm.weight")
+        select = attend = None
+        if isinstance(layer, FlashQsaAttention):
+            call = Call(spec, rows, requests, max_position, weight.dtype, weight.dtype)
+            facts = facts_of(weight.device)
+            select, attend = (choose_route(stage, call, facts, route) for stage in ("select", "attend"))
+        found.append(LayerRoute(name, spec, weight.device, select, attend))
+    return found

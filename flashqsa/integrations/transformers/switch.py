@@ -1,0 +1,161 @@
+"""Turning FlashQSA on and off: for one model, or for every model that Transformers builds from now on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import MethodType
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextAttention, Qwen4ExpTextRotaryEmbedding
+
+from flashqsa.integrations.transformers.cache import register_cache_layers, unregister_cache_layers
+from flashqsa.integrations.transformers.errors import UnsupportedModelError
+from flashqsa.integrations.transformers.layer import (
+    FlashQsaAttention,
+    FlashQsaRotaryEmbedding,
+    full_mask,
+    live_layers,
+)
+from flashqsa.integrations.transformers.masks import NAME, register_masks
+from flashqsa.integrations.transformers.versions import MODEL_TYPES, spec_of_config
+
+_stock_forward: Callable[..., Any] = Qwen4ExpTextAttention.forward
+
+
+def _any_mask_forward(
+    self: Any,
+    hidden_states: Any,
+    position_embeddings: Any,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The stock layer's forward, which also takes the masks that `flashqsa_mask` makes.
+
+    A stock model that shares its config object with one of ours is handed such masks.
+    """
+    cache = kwargs.pop("cache", past_key_values)
+    mask = full_mask(hidden_states, attention_mask, cache, self.layer_idx)
+    return _stock_forward(self, hidden_states, position_embeddings, mask, cache, **kwargs)
+
+
+def _register() -> None:
+    register_masks()
+    register_cache_layers()
+    Qwen4ExpTextAttention.forward = _any_mask_forward
+
+
+def _unregister() -> None:
+    """Leaves Transformers as it was, once no layer of ours is left; only the functions named `flashqsa` stay."""
+    if not live_layers and modeling.Qwen4ExpTextAttention is Qwen4ExpTextAttention:
+        unregister_cache_layers()
+        Qwen4ExpTextAttention.forward = _stock_forward
+
+
+def qsa_layers(model: nn.Module) -> dict[str, Any]:
+    """A model's sparse layers by name, stock or ours, in order."""
+    return {name: module for name, module in model.named_modules() if isinstance(module, Qwen4ExpTextAttention)}
+
+
+def _rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
+    yield from (module for module in model.modules() if isinstance(module, Qwen4ExpTextRotaryEmbedding))
+
+
+def _text_configs(model: nn.Module) -> list[Any]:
+    """The distinct text configs of a model and its submodels."""
+    found: dict[int, Any] = {}
+    for module in model.modules():
+        if isinstance(module, (PreTrainedModel, Qwen4ExpTextAttention)):
+            config = module.config.get_text_config()
+            if config.model_type in MODEL_TYPES:
+                found[id(config)] = config
+    return list(found.values())
+
+
+def _check(model: nn.Module) -> dict[str, Any]:
+    """The model's sparse layers, or UnsupportedModelError, before anything is changed."""
+    layers = qsa_layers(model)
+    if not layers:
+        raise UnsupportedModelError(f"model: wanted one with Qwen4-Exp sparse layers; got {type(model).__name__}")
+    for name, layer in layers.items():
+        if type(layer) not in (Qwen4ExpTextAttention, FlashQsaAttention):
+            kind = type(layer).__name__
+            raise UnsupportedModelError(f"model.{name}: wanted a Qwen4ExpTextAttention; got its subclass {kind}")
+        if "forward" in vars(layer) and "_old_forward" not in vars(layer):
+            raise UnsupportedModelError(f"model.{name}: wanted the stock forward; got one set on the instance")
+        spec_of_config(layer.config)
+    return layers
+
+
+def _become(module: nn.Module, kind: type[nn.Module]) -> None:
+    module.__class__ = kind
+    # accelerate's hooks keep the method they wrap on the instance.
+    if "_old_forward" in vars(module):
+        module.__dict__["_old_forward"] = MethodType(kind.forward, module)
+
+
+def enable(model: nn.Module) -> nn.Module:
+    """Runs a model's sparse layers through FlashQSA. Returns the model, changed in place; again is harmless.
+
+    Takes a `Qwen4ExpForCausalLM`, a `Qwen4ExpForConditionalGeneration`, or any module that holds one, on any device.
+    Raises UnsupportedModelError, before anything is changed.
+    """
+    layers = _check(model)
+    _register()
+    for layer in layers.values():
+        if type(layer) is Qwen4ExpTextAttention:
+            layer.__dict__["stock_attn_implementation"] = layer.config._attn_implementation
+            _become(layer, FlashQsaAttention)
+        live_layers.add(layer)
+    for rotary in _rotary_embeddings(model):
+        if type(rotary) is Qwen4ExpTextRotaryEmbedding:
+            _become(rotary, FlashQsaRotaryEmbedding)
+    for config in _text_configs(model):
+        config._attn_implementation = NAME
+    return model
+
+
+def disable(model: nn.Module) -> nn.Module:
+    """Gives a model its stock layers back. Returns the model, changed in place. Its caches stay usable."""
+    previous = "sdpa"
+    for layer in qsa_layers(model).values():
+        if type(layer) is FlashQsaAttention:
+            previous = layer.stock_attn_implementation or previous
+            layer.__dict__.pop("stock_attn_implementation", None)
+            _become(layer, Qwen4ExpTextAttention)
+        live_layers.discard(layer)
+    for rotary in _rotary_embeddings(model):
+        if type(rotary) is FlashQsaRotaryEmbedding:
+            _become(rotary, Qwen4ExpTextRotaryEmbedding)
+    for config in _text_configs(model):
+        if config._attn_implementation == NAME:
+            config._attn_implementation = previous
+    _unregister()
+    return model
+
+
+def enable_globally() -> None:
+    """Lets every Qwen4-Exp model that Transformers builds from now on run through FlashQSA; again is harmless.
+
+    Works for `from_pretrained`, `from_config` and `transformers serve`. Models that exist stay as they are. A model
+    that is built with another `attn_implementation` than the default keeps it, and its layers run stock.
+    """
+    _register()
+    modeling.Qwen4ExpTextAttention = FlashQsaAttention
+    modeling.Qwen4ExpTextRotaryEmbedding = FlashQsaRotaryEmbedding
+
+
+def disable_globally() -> None:
+    """Undoes `enable_globally` for models that are built from now on; those that exist stay as they are."""
+    modeling.Qwen4ExpTextAttention = Qwen4ExpTextAttention
+    modeling.Qwen4ExpTextRotaryEmbedding = Qwen4ExpTextRotaryEmbedding
+    _unregister()
+
+
+def is_enabled(model: nn.Module) -> bool:
+    """Whether a model has sparse layers, and all of them are ours."""
+    layers = qsa_layers(model).values()
+    return bool(layers) and all(isinstance(layer, FlashQsaAttention) for layer in layers)
