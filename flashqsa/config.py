@@ -40,11 +40,14 @@ class AttendConfig:
     group_rows   group sizes it may use, ascending, each a multiple of the one before; the CPU set picks among them by
                  the union each would read
     tile_tokens  most tokens of a group's union gathered at a time
+    row_tokens   most logits per query head of one softmax: a group of n rows takes row_tokens / n tokens of its union
+                 at once, and merges what is beyond
     cost         what a group costs
     """
 
     group_rows: tuple[int, ...]
     tile_tokens: int
+    row_tokens: int
     cost: GroupCost
 
 
@@ -56,8 +59,8 @@ def config_refusal(config: AttendConfig, facts: DeviceFacts) -> str | None:
         return f"groups hold 1 to {MAX_GROUP_ROWS} rows, got {config.group_rows}"
     if any(large % small for small, large in zip(config.group_rows, config.group_rows[1:], strict=False)):
         return f"each group size must divide the next, got {config.group_rows}"
-    if config.tile_tokens < 1:
-        return f"a tile holds at least one token, got {config.tile_tokens}"
+    if min(config.tile_tokens, config.row_tokens) < 1:
+        return f"a tile and a softmax hold at least one token, got {config.tile_tokens} and {config.row_tokens}"
     if facts.kind != "cpu":
         return f"no configuration is made for {facts.arch}"
     return None
@@ -69,7 +72,7 @@ def attend_config(mode: str, facts: DeviceFacts) -> AttendConfig:
     Raises ValueError when the table holds an illegal one.
     """
     entry = cpu_table.ATTEND[mode]
-    config = AttendConfig(entry["group_rows"], entry["tile_tokens"], GroupCost(**cpu_table.COST))
+    config = AttendConfig(**entry, cost=GroupCost(**cpu_table.COST))
     refusal = config_refusal(config, facts)
     if refusal is not None:
         raise ValueError(f"{mode}: {refusal}")

@@ -42,7 +42,7 @@ class AttendPlan:
 
     config           the kernel configuration
     max_entries      most worklist entries one group can have: every row's blocks and tails, shared by none
-    workspace_bytes  what one tile of gathered keys, values and logits takes
+    workspace_bytes  what a tile of gathered keys or values and the logits of one softmax take
     """
 
     config: AttendConfig
@@ -93,10 +93,13 @@ def plan_attend(call: Call, decision: Decision, facts: DeviceFacts, limit_bytes:
     largest = config.group_rows[-1]
     visible = spec.visible_blocks(call.max_position) + 1
     entries = min(largest * (spec.top_blocks + 1), visible)
-    token_bytes = (2 * spec.kv_heads * spec.head_dim + largest * spec.q_heads) * FLOAT_BYTES
-    tile = min(config.tile_tokens, max(limit_bytes // token_bytes, spec.block_tokens))
-    config = replace(config, tile_tokens=tile)
-    return AttendPlan(config, entries, tile * token_bytes)
+    # Half the limit for the gathered keys or values and their stored form, half for the logits.
+    token_bytes = 2 * spec.kv_heads * spec.head_dim * FLOAT_BYTES
+    tile = min(config.tile_tokens, max(limit_bytes // 2 // token_bytes, spec.block_tokens))
+    logit_bytes = spec.q_heads * FLOAT_BYTES
+    row_tokens = min(config.row_tokens, max(limit_bytes // 2 // logit_bytes, largest * spec.block_tokens))
+    config = replace(config, tile_tokens=tile, row_tokens=row_tokens)
+    return AttendPlan(config, entries, tile * token_bytes + row_tokens * logit_bytes)
 
 
 def make_plan(call: Call, facts: DeviceFacts, pin: str | None = None) -> Plan:

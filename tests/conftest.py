@@ -14,6 +14,8 @@ torch.set_num_threads(1 if "PYTEST_XDIST_WORKER" in os.environ else 2)
 for _name in [name for name in os.environ if name.startswith("FLASHQSA_")]:
     del os.environ[_name]
 
+os.environ["HF_HUB_OFFLINE"] = "1"  # models are made here; nothing may wait for a network
+
 if find_spec("hypothesis"):  # absent where only the GPU tests run
     from hypothesis import HealthCheck, settings
 

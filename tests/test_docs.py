@@ -162,7 +162,7 @@ def test_what_a_page_names_is_there(page: Path) -> None:
 
 
 def test_code_names_no_unknown_knob_and_no_missing_page() -> None:
-    texts = {path.name: path.read_text("utf-8") for path in [*(ROOT / "flashqsa").rglob("*.py"), ROOT / "Makefile"]}
+    texts = {str(path): path.read_text("utf-8") for path in [*(ROOT / "flashqsa").rglob("*.py"), ROOT / "Makefile"]}
     assert {name: found for name, text in texts.items() if (found := unknown_knobs(text))} == {}
     pages = {(name, page) for name, text in texts.items() for page in re.findall(r"\bdocs/[\w/]+\.\w+", text)}
     assert {(name, page) for name, page in pages if not (ROOT / page).exists()} == set()

@@ -60,22 +60,20 @@ def test_eps_keeps_a_key_of_zeros_finite() -> None:
     assert key.tolist() == pytest.approx([1 / math.sqrt(2)] * 8)
 
 
-def test_bf16_keys_round_after_each_step() -> None:
+@pytest.mark.parametrize("seed", range(12))
+def test_bf16_keys_round_after_each_step(seed: int) -> None:
     def bf16(x: float) -> float:
-        return float(torch.tensor(x).bfloat16())
+        return float(torch.tensor(x, dtype=torch.float64).bfloat16())
 
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(seed)
     raw = torch.randn(4, 2, generator=generator).bfloat16()
-    weight, cos, sin = (
-        torch.tensor([0.3, -0.2]).bfloat16(),
-        torch.tensor([0.8]).bfloat16(),
-        torch.tensor([0.6]).bfloat16(),
-    )
-    key = reference.pool_block_key(raw, weight, cos.repeat(2), sin.repeat(2), eps=1e-6)
+    weight, cos, sin = torch.randn(3, 2, generator=generator).bfloat16()
+    cos[1], sin[1] = cos[0], sin[0]
+    key = reference.pool_block_key(raw, weight, cos, sin, eps=1e-6)
     mean = [bf16(sum(raw[:, j].tolist()) / 4) for j in range(2)]
     norm = math.sqrt((mean[0] ** 2 + mean[1] ** 2) / 2 + 1e-6)
     a, b = (bf16(mean[j] / norm * (1 + float(weight[j]))) for j in range(2))
-    c, s = float(cos), float(sin)
+    c, s = float(cos[0]), float(sin[0])
     # The rotary's products round before they are added, as in Transformers.
     assert key.tolist() == [bf16(bf16(a * c) + bf16(-b * s)), bf16(bf16(b * c) + bf16(a * s))]
 
@@ -297,13 +295,16 @@ def test_attention_against_plain_loops(case: Case) -> None:
 
 
 def test_the_gate_multiplies_the_rounded_output() -> None:
-    output = torch.tensor([[[1.0 + 2.0**-9, 3.0]]], dtype=torch.float64)
-    gate = torch.tensor([[[0.0, math.log(3.0)]]]).bfloat16()
+    generator = torch.Generator().manual_seed(0)
+    output = torch.randn(4, 3, 8, generator=generator, dtype=torch.float64)
+    gate = torch.randn(4, 3, 8, generator=generator).bfloat16()
     got = reference.gated(output, gate, torch.bfloat16)
     assert got.dtype == torch.bfloat16
-    # 1 + 2^-9 rounds to 1 before the gate halves it; the other is 3 * sigmoid(the rounded gate), rounded.
-    sigmoid = 1 / (1 + math.exp(-float(gate[0, 0, 1])))
-    assert got[0, 0].tolist() == [0.5, float(torch.tensor(3 * sigmoid).bfloat16())]
+    for value, factor, found in zip(output.flatten(), gate.flatten(), got.flatten(), strict=True):
+        wanted = float(value.bfloat16()) / (1 + math.exp(-float(factor)))
+        assert float(found) == float(torch.tensor(wanted).bfloat16())
+    once = (output * torch.sigmoid(gate.double())).bfloat16()
+    assert not torch.equal(got, once)  # rounding twice is not rounding once
     assert torch.equal(reference.gated(output, None, torch.float64), output)
 
 
@@ -578,6 +579,9 @@ def test_every_e4m3_number_survives_a_scale_that_is_a_power_of_two(per_head: boo
     assert torch.equal(keys[0, :tokens].float(), numbers)
     assert float(values[0, :tokens].float().abs().max()) == 448.0
     assert torch.equal(values[0, :tokens].float().sign(), numbers.sign())
+    infinite = torch.full_like(scaled[:1], -INF)
+    reference.write_kv(infinite, infinite, replace(cache, keys=values), Rows.from_lengths([1], [16]))
+    assert values[0, 15].float().unique().tolist() == [-448.0]
     q = torch.zeros(1, 2, 8, dtype=torch.float64)
     # A query of zeros weighs all tokens alike, so the output is the mean of the dequantised values.
     mean, _ = reference.attend(q, replace(cache, values=keys), None, Rows.from_lengths([1], [tokens]), spec_of(2, 2, 8))

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 from transformers import Qwen4ExpForCausalLM, Qwen4ExpTextConfig
@@ -19,6 +20,15 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 )
 
 VOCABULARY = 256
+
+
+@pytest.fixture(autouse=True, scope="module")
+def one_thread() -> Iterator[None]:
+    """For modules that import it: one thread, since tensors this small only lose time between two."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def tiny_config(**changes: Any) -> Qwen4ExpTextConfig:
@@ -94,6 +104,21 @@ def reloaded(model: Any, folder: Path, dtype: torch.dtype) -> Any:
 def twin(model: Any) -> Any:
     """A copy that shares nothing."""
     return copy.deepcopy(model)
+
+
+def logits(model: Any, ids: Tensor, **kwargs: Any) -> Tensor:
+    """[batch, tokens, vocabulary], without gradients."""
+    with torch.no_grad():
+        found: Tensor = model(ids, **kwargs).logits
+    return found
+
+
+def padding(batch: int, length: int, hidden: dict[int, Any]) -> Tensor:
+    """[batch, length] int64 mask, 0 where `hidden` says: a slice of columns, or a list of them, for each request."""
+    mask = torch.ones(batch, length, dtype=torch.int64)
+    for request, columns in hidden.items():
+        mask[request, columns] = 0
+    return mask
 
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:

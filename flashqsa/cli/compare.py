@@ -207,7 +207,8 @@ class Agreement:
 
 def cuts_of(values: Tensor, visible: Tensor, spec: QsaSpec) -> Cuts:
     """values [rows, width] FP32, visible [rows] -> the scores on both sides of each row's cut."""
-    masked = torch.where(torch.arange(values.shape[1]) < visible[:, None], values, -torch.inf)
+    there = (torch.arange(values.shape[1]) < visible[:, None]) & ~values.isnan()
+    masked = torch.where(there, values, -torch.inf)
     nothing = torch.full((values.shape[0],), torch.nan)
     if values.shape[1] <= spec.top_blocks:
         return Cuts(nothing, nothing)

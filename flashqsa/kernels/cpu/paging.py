@@ -14,9 +14,6 @@ from flashqsa.values import FP8, Rows
 
 Ints = npt.NDArray[np.int64]
 
-MAX_WASTE = 1.25
-"""Most elements a window may hold per element that is wanted: beyond that, a window per head costs less."""
-
 FP8_UNIT = 256.0
 """`Pool.read` returns FP8 numbers divided by this power of two, which callers fold into the scale."""
 
@@ -57,78 +54,78 @@ def raw_view(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8) if tensor.dtype == FP8 else tensor.detach()
 
 
-def fits_one_window(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors [pages, slots, heads, dim] lie so close that one window per slot holds both.
+class Buffer:
+    """Kept memory that pools of one dtype are read into, in turn.
 
-    True for keys and values side by side in the last axis, or one after the other in a token.
+    elements  most elements of one read
     """
-    if first.untyped_storage().data_ptr() != second.untyped_storage().data_ptr() or first.stride() != second.stride():
-        return False
-    _, _, heads, dim = first.shape
-    span = (heads - 1) * first.stride(2) + abs(int(second.storage_offset()) - int(first.storage_offset())) + dim
-    return span <= MAX_WASTE * 2 * heads * dim
+
+    def __init__(self, dtype: torch.dtype, elements: int) -> None:
+        self.numbers = torch.empty(elements, dtype=torch.float32)
+        stored = torch.uint8 if dtype == FP8 else dtype
+        self.stored = self.numbers if dtype == torch.float32 else torch.empty(elements, dtype=stored)
+        self.bits = torch.empty(elements, dtype=torch.int16) if dtype == FP8 else None
+
+    def to_float(self, elements: int) -> Tensor:
+        """The first elements that were stored, as FP32; FP8 divided by FP8_UNIT."""
+        numbers = self.numbers[:elements]
+        if self.bits is not None:
+            _decode_fp8(self.stored[:elements], self.bits[:elements], numbers)
+        elif self.stored is not self.numbers:
+            numbers.copy_(self.stored[:elements])
+        return numbers
 
 
 class Pool:
-    """Paged tensors that are read some blocks at a time, whatever their strides.
+    """A paged tensor that is read some blocks at a time, whatever its strides.
 
-    tensors       one tensor [pages, page_slots, heads, dim], or two for which `fits_one_window` holds
-    block_slots   slots that are read together; divides page_slots
-    blocks        most blocks of one `read`: sets the size of the kept buffer
+    tensor       [pages, page_slots, heads, dim], last stride 1; a slot is a token, or a block of an index cache
+    block_slots  slots that are read together; divides page_slots
 
-    Memory is read in windows: as many consecutive elements as hold one block (or one slot, or one head of it, where
-    blocks have gaps). Windows start at multiples of the greatest common divisor of the strides that lead to them, so
-    one strided view has a row for each, and `index_select` gathers them from dense pools and from views of wider ones.
+    Memory is read in windows of as many elements as lie together: a block's, where blocks have no gaps, else a slot's,
+    else one head's. Windows start at multiples of the greatest common divisor of the page and block (or slot) strides,
+    so that one strided view has a row for each, and `index_select` gathers them.
     """
 
-    def __init__(self, tensors: tuple[Tensor, ...], block_slots: int, blocks: int) -> None:
-        base = min(tensors, key=lambda tensor: tensor.storage_offset())
-        pages, page_slots, heads, dim = base.shape
-        # A stride is only meaningful where its size is above 1.
-        page_stride, slot_stride, head_stride = (base.stride(axis) if base.shape[axis] > 1 else 0 for axis in range(3))
-        self.heads, self.dim = heads, dim
-        self._members = [tensor.storage_offset() - base.storage_offset() for tensor in tensors]
-        reach = max(self._members) + dim
-        joined = (heads - 1) * head_stride + reach
-        whole_slot = joined <= MAX_WASTE * len(tensors) * heads * dim
-        self._span = joined if whole_slot else reach
-        dense = block_slots == 1 or slot_stride == self._span
-        window = block_slots * self._span if dense else self._span
-        unit = gcd(page_stride, slot_stride * block_slots if dense else slot_stride) or 1
-        self._page_units, self._block_units = page_stride // unit, slot_stride * block_slots // unit
-        self._slot_units = None if dense else np.arange(block_slots, dtype=np.int64) * (slot_stride // unit)
-        # From the first element of a window row to the last element of the last one.
-        extent = (pages - 1) * page_stride + (page_slots - 1) * slot_stride + self._span
-        starts = max((extent - window) // unit + 1, 0) if pages else 0
-        raw = raw_view(base)
-        self._windows = [
-            raw.as_strided((starts, window), (unit, 1), raw.storage_offset() + head * head_stride)
-            for head in range(1 if whole_slot else heads)
+    def __init__(self, tensor: Tensor, block_slots: int) -> None:
+        pages, page_slots, heads, dim = tensor.shape
+        # A stride means something only where its size is above 1.
+        page_stride, slot_stride, head_stride = (
+            tensor.stride(axis) if tensor.shape[axis] > 1 else 0 for axis in range(3)
+        )
+        self._joined = heads == 1 or head_stride == dim
+        inner = heads * dim if self._joined else dim
+        whole = block_slots == 1 or slot_stride == inner
+        self._window = block_slots * inner if whole else inner
+        step = slot_stride * block_slots
+        unit = gcd(page_stride, step if whole else slot_stride) or 1
+        self._page_units, self._block_units = page_stride // unit, step // unit
+        self._slot_units = None if whole else np.arange(block_slots, dtype=np.int64) * (slot_stride // unit)
+        # Rows of the view: from the first window to the one that ends the last slot of the last page.
+        reach = (pages - 1) * page_stride + (page_slots - 1) * slot_stride + inner
+        starts = max((reach - self._window) // unit + 1, 0) if pages else 0
+        raw = raw_view(tensor)
+        self._views = [
+            raw.as_strided((starts, self._window), (unit, 1), raw.storage_offset() + head * head_stride)
+            for head in range(1 if self._joined else heads)
         ]
-        self._slots = blocks * block_slots
-        shape = (len(self._windows), self._slots * self._span)
-        self._buffer = torch.empty(shape, dtype=torch.float32)
-        self._raw = self._buffer if raw.dtype == torch.float32 else torch.empty(shape, dtype=raw.dtype)
-        self._bits = torch.empty(shape[1], dtype=torch.int16) if raw.dtype == torch.uint8 else None
-        head_pitch = head_stride if whole_slot else shape[1]
-        self._strides = (head_pitch, self._span, 1)
-        self._block_slots, self._window = block_slots, window
+        self._heads, self._dim, self._block_slots = heads, dim, block_slots
 
-    def read(self, page: Ints, block_in_page: Ints) -> list[Tensor]:
-        """Gathers blocks: each tensor's part as [heads, slots, dim] FP32, views that the next call overwrites."""
+    def read(self, page: Ints, block_in_page: Ints, into: Buffer) -> Tensor:
+        """Gathers blocks: [heads, slots, dim] FP32, a view of the buffer. FP8 comes back divided by FP8_UNIT."""
         ids = page * self._page_units + block_in_page * self._block_units
         if self._slot_units is not None:
             ids = (ids[:, None] + self._slot_units).reshape(-1)
         index = torch.from_numpy(ids)
-        used = ids.shape[0] * self._window
-        for windows, raw, buffer in zip(self._windows, self._raw, self._buffer, strict=True):
-            torch.index_select(windows, 0, index, out=raw[:used].view(-1, self._window))
-            if self._bits is not None:
-                _decode_fp8(raw[:used], self._bits[:used], buffer[:used])
-            elif raw.dtype != torch.float32:
-                buffer[:used].copy_(raw[:used])
-        shape = (self.heads, page.shape[0] * self._block_slots, self.dim)
-        return [self._buffer.as_strided(shape, self._strides, offset) for offset in self._members]
+        slots = page.shape[0] * self._block_slots
+        used = slots * self._heads * self._dim
+        stored = into.stored[:used].view(len(self._views), ids.shape[0], self._window)
+        for view, part in zip(self._views, stored, strict=True):
+            torch.index_select(view, 0, index, out=part)
+        numbers = into.to_float(used)
+        if self._joined:
+            return numbers.view(slots, self._heads, self._dim).transpose(0, 1)
+        return numbers.view(self._heads, slots, self._dim)
 
 
 def _decode_fp8(raw: Tensor, bits: Tensor, out: Tensor) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashqsa.kernels.cpu.paging import FP8_UNIT, Ints, Pool, Run, pages_of, request_runs
+from flashqsa.kernels.cpu.paging import FP8_UNIT, Buffer, Ints, Pool, Run, pages_of, request_runs
 from flashqsa.values import FP8, IndexCache, QsaSpec, Rows, Scores, Selection
 
 TILE_BLOCKS = 1024
@@ -51,19 +51,23 @@ def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -
     more than `top_blocks` blocks takes them all, so its scores are 0 without a product.
     """
     visible = rows.visible_blocks(spec)
-    seen = visible.numpy()
+    seen = visible.numpy().astype(np.int64)
     values = torch.empty((rows.count, int(seen.max(initial=0))), dtype=torch.float32)
-    runs = [run for run in request_runs(rows) if run.request >= 0]
-    pool: Pool | None = None
-    for run in runs:
+    scale = spec.score_scale
+    if index_cache.keys.dtype == FP8:
+        scale *= FP8_UNIT * (1.0 if index_cache.scale is None else index_cache.scale)
+    keys: _Keys | None = None
+    for run in request_runs(rows):
+        if run.request < 0:
+            continue
         # Positions ascend within a run, so the rows that take everything come first.
         few = run.start + int(np.searchsorted(seen[run.start : run.stop], spec.top_blocks, side="right"))
         pages = _pages(index_cache, run.request, int(seen[run.stop - 1]))
         if few > run.start:
             values[run.start : few, : seen[few - 1]] = 0.0
         if few < run.stop:
-            pool = pool or _pool(index_cache, values.shape[1])
-            _score_run(index_q, pool, pages, Run(few, run.stop, run.request), seen, values, index_cache, spec)
+            keys = keys or _Keys(index_cache, values.shape[1])
+            _score_run(index_q, keys, pages, Run(few, run.stop, run.request), seen, values, spec, scale)
         holes = torch.from_numpy(np.flatnonzero(pages < 0))
         if holes.numel():
             values[run.start : run.stop].index_fill_(1, holes, float("-inf"))
@@ -75,51 +79,58 @@ def _pages(index_cache: IndexCache, request: int, blocks: int) -> Ints:
     return pages_of(index_cache.page_table, request, np.arange(blocks), index_cache.page_blocks)
 
 
-def _piece_blocks(page_blocks: int) -> int:
-    """The largest divisor of a page's blocks that a piece may have."""
-    return next(size for size in range(min(page_blocks, PIECE_BLOCKS), 0, -1) if page_blocks % size == 0)
+class _Keys:
+    """Index keys of a call, read a tile of consecutive blocks of one request at a time."""
 
+    def __init__(self, index_cache: IndexCache, width: int) -> None:
+        self.page_blocks = index_cache.page_blocks
+        # The largest divisor of a page that a piece may have: pieces are read whole.
+        sizes = range(min(self.page_blocks, PIECE_BLOCKS), 0, -1)
+        self.piece = next(size for size in sizes if self.page_blocks % size == 0)
+        self.tile = min(max(TILE_BLOCKS // self.piece, 1), -(-width // self.piece)) * self.piece
+        self.pool = Pool(index_cache.keys.unsqueeze(2), self.piece)
+        self.buffer = Buffer(index_cache.keys.dtype, self.tile * index_cache.keys.shape[2])
 
-def _pool(index_cache: IndexCache, width: int) -> Pool:
-    piece = _piece_blocks(index_cache.page_blocks)
-    return Pool((index_cache.keys.unsqueeze(2),), piece, -(-min(width, TILE_BLOCKS) // piece))
+    def read(self, pages: Ints, first: int) -> Tensor | None:
+        """Keys [blocks, index_dim] of the tile from block `first` on; None where it is all holes.
+
+        pages  of the request's blocks, -1 on a hole: a key on a hole is another block's
+        """
+        starts = np.arange(first, min(first + self.tile, pages.shape[0]), self.piece)
+        page = pages[starts]
+        held = page >= 0
+        if not held.any():
+            return None
+        page = np.where(held, page, page[held][0])
+        return self.pool.read(page, starts % self.page_blocks // self.piece, self.buffer)[0]
 
 
 def _score_run(
     index_q: Tensor,
-    pool: Pool,
+    keys: _Keys,
     pages: Ints,
     run: Run,
-    seen: np.ndarray,
+    seen: Ints,
     values: Tensor,
-    index_cache: IndexCache,
     spec: QsaSpec,
+    scale: float,
 ) -> None:
     """Scores rows of one request that see more blocks than they may select; columns on holes are left undefined."""
-    heads, page_blocks = spec.index_heads, index_cache.page_blocks
-    scale = spec.score_scale
-    if index_cache.keys.dtype == FP8:
-        scale *= FP8_UNIT * float(index_cache.scale or 1.0)
+    heads = spec.index_heads
     queries = index_q[run.start : run.stop].detach().to(torch.float32).reshape(-1, spec.index_dim)
-    piece = _piece_blocks(page_blocks)
-    tile = max(TILE_BLOCKS // piece, 1) * piece
-    products = torch.empty(min(TILE_ROWS, run.stop - run.start) * heads * tile, dtype=torch.float32)
-    for first in range(0, pages.shape[0], tile):
-        starts = np.arange(first, min(first + tile, pages.shape[0]), piece)
-        live = pages[starts]
-        present = live >= 0
-        if not present.any():
+    products = torch.empty(min(TILE_ROWS, run.stop - run.start) * heads * keys.tile, dtype=torch.float32)
+    for first in range(0, pages.shape[0], keys.tile):
+        tile = keys.read(pages, first)
+        if tile is None:
             continue
-        page = np.where(present, live, live[present][0])
-        (keys,) = pool.read(page, (starts % page_blocks) // piece)
         row = run.start + int(np.searchsorted(seen[run.start : run.stop], first, side="right"))
         for begin in range(row, run.stop, TILE_ROWS):
             end = min(begin + TILE_ROWS, run.stop)
-            blocks = min(tile, int(seen[end - 1]) - first)
+            blocks = min(tile.shape[0], int(seen[end - 1]) - first)
             count = (end - begin) * heads
             part = products[: count * blocks].view(count, blocks)
             lines = queries[(begin - run.start) * heads : (end - run.start) * heads]
-            torch.mm(lines, keys[0, :blocks].T, out=part)
+            torch.mm(lines, tile[:blocks].T, out=part)
             by_head = part.relu_().view(end - begin, heads, blocks).unbind(1)
             total = values[begin:end, first : first + blocks]
             total.copy_(by_head[0])
