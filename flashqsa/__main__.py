@@ -34,7 +34,8 @@ CaseName = Annotated[
     str | None, typer.Option("--case", metavar="NAME", help="Take a named case of `flashqsa verify --list`.")
 ]
 PresetName = Annotated[
-    str | None, typer.Option("--preset", metavar="NAME", help="Prefill this random preset: demo, demo-2x or tiny.")
+    str | None,
+    typer.Option("--preset", metavar="NAME", help="Prefill this random preset: demo, demo-2x, demo-apart or tiny."),
 ]
 
 
@@ -73,7 +74,7 @@ def run(
             "--preset",
             metavar="NAME",
             help="A random model instead: demo (the released model's sparse geometry, small everything else; the "
-            "default), demo-2x (two sparse layers), or tiny.",
+            "default), demo-2x (two sparse layers), demo-apart (rows that share little), or tiny.",
         ),
     ] = None,
     tokens: Annotated[

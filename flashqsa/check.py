@@ -257,19 +257,23 @@ def _entries(argument: str, wanted: str, values: Tensor, bad: Tensor) -> None:
         raise InputError(argument, wanted, f"{values[tuple(where)].item()} at {where}")
 
 
-def check_row_values(rows: Rows, requests: int) -> None:
-    """Reads the row metadata: request ids in range, positions within the bound and ascending within a request."""
-    request, position = rows.request, rows.position
-    _entries("rows.request", f"ids below {requests}", request, request >= requests)
-    live = rows.live
-    _entries(
-        "rows.position", f"positions up to max_position = {rows.max_position}", position, position > rows.max_position
-    )
+def check_row_values(rows: Rows, requests: int, *, consecutive: bool = False) -> None:
+    """Reads the row metadata: request ids in range, positions within the bound and ascending within a request.
+
+    With `consecutive` the rows of a request must be consecutive tokens. What stands beside a -1 in a padding row is not
+    looked at.
+    """
+    request, position, live = rows.request, rows.position, rows.live
+    _entries("rows.request", f"ids below {requests}", request, live & (request >= requests))
+    wanted = f"positions up to max_position = {rows.max_position}"
+    _entries("rows.position", wanted, position, live & (position > rows.max_position))
     held, at = request[live], position[live]
     same = held[1:] == held[:-1]
-    bad = torch.zeros_like(at, dtype=torch.bool)
-    bad[1:] = same & (at[1:] <= at[:-1])
-    _entries("rows.position", "ascending positions within a request", at, bad)
+    bad = torch.zeros_like(live)
+    out_of_order = at[1:] != at[:-1] + 1 if consecutive else at[1:] <= at[:-1]
+    bad[live.nonzero().flatten()[1:]] = same & out_of_order
+    wanted = "consecutive" if consecutive else "ascending"
+    _entries("rows.position", f"{wanted} positions within a request", position, bad)
     runs = held[:1].tolist() + held[1:][~same].tolist()
     if len(set(runs)) != len(runs):
         raise InputError("rows.request", "the rows of a request next to each other", "a request that comes twice")
@@ -302,7 +306,14 @@ def check_new_kv(keys: Tensor, values: Tensor, cache: KvCache, rows: Rows, spec:
 
 
 def check_raw_keys(
-    raw_keys: Tensor, cache: IndexCache, rows: Rows, spec: QsaSpec, norm_weight: Tensor, cos: Tensor, sin: Tensor
+    raw_keys: Tensor,
+    cache: IndexCache,
+    rows: Rows,
+    spec: QsaSpec,
+    norm_weight: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    eps: float,
 ) -> None:
     """Raw index keys, one per row, that are about to be pooled and written, with what pooling needs."""
     device = rows.request.device
@@ -315,6 +326,15 @@ def check_raw_keys(
     _tensor("sin", sin, ("rows", "rotary_dim"), (cos.dtype,), device, tuple(cos.shape))
     if cos.shape[1] % 2 or cos.shape[1] > spec.index_dim:
         raise InputError("cos", f"an even rotary_dim, at most index_dim = {spec.index_dim}", cos.shape[1])
+    if not isinstance(eps, float) or not math.isfinite(eps) or eps < 0:
+        raise InputError("eps", "a finite float of at least 0", repr(eps))
+
+
+def check_q_dtype(dtype: torch.dtype | None) -> torch.dtype | None:
+    """The dtype of queries that are not there yet, or None for the cache's."""
+    if dtype is not None and dtype not in FLOATS:
+        raise InputError("q_dtype", f"one of {', '.join(map(_name, FLOATS))}", dtype)
+    return dtype
 
 
 def check_requests(index_cache: IndexCache, kv_cache: KvCache) -> None:

@@ -39,7 +39,7 @@ def plan_batch(
         check.check_index_cache(index_cache, spec, device, rows.max_position)
     if kv_cache is not None:
         check.check_kv_cache(kv_cache, spec, device, rows.max_position)
-    call = _call(rows, spec, cache, q_dtype)
+    call = _call(rows, spec, cache, check.check_q_dtype(q_dtype))
     return make_plan(call, facts_of(device), check.check_pin(route))
 
 
@@ -174,9 +174,9 @@ def write_index_keys(
     device = check.device_of("raw_keys", raw_keys)
     check.check_rows(rows, device)
     check.check_index_cache(index_cache, spec, device, rows.max_position)
-    check.check_raw_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin)
+    check.check_raw_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin, eps)
     if check.wants_value_checks(check_values, device):
-        check.check_row_values(rows, index_cache.requests)
+        check.check_row_values(rows, index_cache.requests, consecutive=True)
         check.check_table_values("index_cache", index_cache.page_table, index_cache.keys.shape[0])
     kernels = _writing_kernels(facts_of(device))
     kernels.write_index_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin, eps)

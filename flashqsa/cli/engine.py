@@ -18,6 +18,8 @@ from flashqsa.cli import memory
 from flashqsa.cli.show import UserError
 from flashqsa.route import Decision
 
+PHASES = ("prefill", "decode")
+
 
 class Stopwatch:
     """Sums the time spent in some modules' forward passes, none of which may call another."""
@@ -104,7 +106,7 @@ class RouteTally:
     """A listener that counts which routes calls take."""
 
     def __init__(self) -> None:
-        self.phase = "prefill"
+        self.phase = PHASES[0]
         self.uses: dict[tuple[str, str, str], RouteUse] = {}
 
     def __call__(self, noted: Noted) -> None:
@@ -118,7 +120,7 @@ class RouteTally:
 
     def start_decode(self) -> None:
         """Counts what follows apart from the prefill."""
-        self.phase = "decode"
+        self.phase = PHASES[1]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from flashqsa.cli.compare import (
     agreement,
 )
 from flashqsa.cli.engine import (
+    PHASES,
     Asked,
     FlashQsaIndexerClock,
     RouteTally,
@@ -49,9 +50,11 @@ from flashqsa.cli.show import (
     versions,
     write_json,
 )
+from flashqsa.route import CANDIDATES
 
 DEFAULT_PRESET = "demo"
 WARM_UP_TOKENS = 64
+STAGES = tuple(CANDIDATES)
 
 
 @dataclass(frozen=True)
@@ -225,7 +228,7 @@ def _warm_up(loaded: Loaded, tokens: list[int]) -> None:
 def route_rows(uses: list[RouteUse]) -> list[tuple[str, ...]]:
     """One line per route that ran, then one per route that was refused before it, with the reason."""
     found: list[tuple[str, ...]] = []
-    for use in uses:
+    for use in sorted(uses, key=lambda use: (PHASES.index(use.phase), STAGES.index(use.decision.route.stage))):
         decision = use.decision
         stage = decision.route.stage
         found.append((use.phase, stage, str(decision.route), f"{use.calls:,}", f"{use.rows:,}", "taken"))

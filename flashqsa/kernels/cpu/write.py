@@ -59,22 +59,23 @@ def write_index_keys(
     if ring is None:
         raise TypeError("an index cache without a ring of raw keys cannot be written")
     raw_keys, block_tokens = raw_keys.detach(), spec.block_tokens
-    live = rows.live.numpy()
-    position = rows.position.numpy().astype(np.int64)
-    request = rows.request.numpy().astype(np.int64)
-    closing = np.flatnonzero(live & ((position + 1) % block_tokens == 0))
+    # Padding may stand between the rows of a request, so tokens are neighbours among the live rows.
+    live = np.flatnonzero(rows.live.numpy())
+    position = rows.position.numpy()[live].astype(np.int64)
+    request = rows.request.numpy()[live].astype(np.int64)
+    closing = np.flatnonzero((position + 1) % block_tokens == 0)
     if closing.size:
         block = position[closing] // block_tokens
         page = pages_of(index_cache.page_table, request[closing], block, index_cache.page_blocks)
         closing, block, page = closing[page >= 0], block[page >= 0], page[page >= 0]
     if closing.size:
         gathered = _raw_blocks(raw_keys, ring, closing, position, request, live, block_tokens)
-        at = torch.from_numpy(closing)
+        at = torch.from_numpy(live[closing])
         pooled = _pool(gathered, norm_weight, cos.detach()[at], sin.detach()[at], eps)
         where = (torch.from_numpy(page), torch.from_numpy(block % index_cache.page_blocks))
         stored = _to_storage(pooled, index_cache.keys.dtype, index_cache.scale)
         raw_view(index_cache.keys).index_put_(where, raw_view(stored))
-    _write_ring(raw_keys, ring, np.flatnonzero(live), position, request)
+    _write_ring(raw_keys, ring, live, position, request)
 
 
 def _raw_blocks(
@@ -86,13 +87,16 @@ def _raw_blocks(
     live: np.ndarray,
     block_tokens: int,
 ) -> Tensor:
-    """Raw keys of the blocks that rows `closing` close: [blocks, block_tokens, index_dim]."""
+    """Raw keys of the blocks that live rows close: [blocks, block_tokens, index_dim].
+
+    live  the live rows; `position`, `request` and `closing` count among them
+    """
     back = np.arange(block_tokens - 1, -1, -1)
     row = closing[:, None] - back
     token = position[closing, None] - back
     safe = np.maximum(row, 0)
-    here = (row >= 0) & live[safe] & (request[safe] == request[closing, None]) & (position[safe] == token)
-    gathered = raw_keys[torch.from_numpy(safe)]
+    here = (row >= 0) & (request[safe] == request[closing, None]) & (position[safe] == token)
+    gathered = raw_keys[torch.from_numpy(live[safe])]
     if not here.all():
         blocks, tokens = np.nonzero(~here)
         owner = torch.from_numpy(request[closing[blocks]])
@@ -122,7 +126,7 @@ def _pool(gathered: Tensor, norm_weight: Tensor, cos: Tensor, sin: Tensor, eps: 
 def _write_ring(raw_keys: Tensor, ring: Tensor, live: np.ndarray, position: np.ndarray, request: np.ndarray) -> None:
     """Token t goes to slot t % ring_tokens; of a request's rows only the newest ring_tokens are written."""
     newest = np.full(ring.shape[0], -1, dtype=np.int64)
-    np.maximum.at(newest, request[live], position[live])
-    kept = live[position[live] > newest[request[live]] - ring.shape[1]]
+    np.maximum.at(newest, request, position)
+    kept = np.flatnonzero(position > newest[request] - ring.shape[1])
     where = (torch.from_numpy(request[kept]), torch.from_numpy(position[kept] % ring.shape[1]))
-    ring.index_put_(where, raw_keys[torch.from_numpy(kept)])
+    ring.index_put_(where, raw_keys[torch.from_numpy(live[kept])])
