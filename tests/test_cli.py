@@ -209,7 +209,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_an_unknown_preset_is_told_the_known_ones() -> None:
-    refused(invoke("run", "--preset", "huge"), "wanted one of demo, demo-2x, tiny; got 'huge'")
+    refused(invoke("run", "--preset", "huge"), "wanted one of demo, demo-2x, demo-apart, tiny; got 'huge'")
 
 
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
@@ -478,6 +478,28 @@ def test_rows_are_compared_in_two_steps() -> None:
     assert compare.blocks_of_selection(None, rows, spec).tolist() == [[True, True, True]] * 2
     tokens = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 1, 1, 1, 1]], dtype=torch.bool)
     assert compare.blocks_of_mask(tokens, 4).tolist() == [[True, False]]
+
+
+def test_rows_without_a_selection_of_both_sides_are_not_compared() -> None:
+    spec = QsaSpec(q_heads=1, kv_heads=1, head_dim=4, top_blocks=2)
+    rows = Rows.from_lengths([3], [7])
+    ours, stock = compare.Choices([None]), compare.StockChoices([None], 4)
+    ours.chosen[0].append(compare._Chosen(None, rows, spec))
+    states = (torch.zeros(5, 2), torch.tensor([[0.0, 0], [0, 0], [0, 0.5], [2, 0], [3, 0]]))
+    head = torch.nn.Identity()
+
+    def found() -> compare.Agreement:
+        return compare.agreement(ours, stock, states, head, ([1, 2], [1, 3]), last_layer_mixes=False)
+
+    assert (found().rows_compared, found().rows_selecting_otherwise) == (0, 5)
+    stock.chosen[0].append(compare.blocks_of_selection(None, rows, spec))
+    assert (found().rows_compared, found().rows_selecting_otherwise) == (3, 2)
+    assert (found().max_difference_compared, found().max_difference) == (0.5, 3.0)
+    assert (found().same_tokens, found().new_tokens) == (1, 2)
+    assert not found().holds
+    # A difference where every row takes all it sees can be no tie.
+    stock.chosen[0][0] = ~stock.chosen[0][0]
+    assert found().widest_miss == float("inf")
 
 
 def test_figures_read_well() -> None:

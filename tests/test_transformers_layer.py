@@ -153,7 +153,7 @@ def test_below_the_budget_the_dense_route_runs_and_equals_stock(
     assert not seen  # `dense` needs no selection
 
 
-PADDINGS = {
+PADDINGS: dict[str, dict[int, Any]] = {
     "left 1, 2, 3": {0: slice(0, 1), 1: slice(0, 2), 2: slice(0, 3)},
     "left many": {1: slice(0, 37), 2: slice(0, 50)},
     "right": {0: slice(57, 60), 2: slice(20, 60)},

@@ -241,7 +241,8 @@ def agreement(
     touched = torch.zeros(count, dtype=torch.bool)
     layers = len(ours.layers)
     for layer in range(layers):
-        differs = torch.zeros(count, dtype=torch.bool)
+        # Rows that either side has no selection of (a call was left to the stock layer) count as differing.
+        differs = torch.ones(count, dtype=torch.bool)
         for start, spec, (mine, theirs) in _aligned(ours.chosen[layer], stock.chosen[layer], count):
             differs[start : start + mine.shape[0]] = (mine != theirs).any(dim=1)
             found = _at_the_cut(ours.asked[layer].get(start), spec, mine, theirs)

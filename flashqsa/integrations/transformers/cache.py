@@ -214,8 +214,9 @@ class PagedLayer:
             raise CacheMismatchError(f"cache: wanted {store.batch} requests; got {self._keys.shape[0]}")
         visible = None if padding_mask is None else _widened(padding_mask, held)[:, :held]
         if self._hidden is not None:
+            # Columns that the stock calls brought since then are all held.
             hidden = self._hidden[:, :held]
-            if visible is None or bool((visible & hidden).any()):
+            if visible is None or bool((visible[:, : hidden.shape[1]] & hidden).any()):
                 raise MaskMismatchError("attention_mask: wanted padding to stay padding; got a mask that shows it")
         cos, sin = history(held)
         old = NewTokens(
@@ -461,21 +462,23 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
 
 
 def paged_layer(cache: Any, layer_idx: int) -> PagedLayer | None:
-    """The cache layer of a QSA layer; a stock one becomes one of ours in its place. None for another kind."""
-    layers = getattr(cache, "layers", ())
+    """The cache layer of a QSA layer; a stock one is replaced by one of ours. None for a layer of another kind."""
+    layers: Any = getattr(cache, "layers", ())
     layer = layers[layer_idx] if layer_idx < len(layers) else None
     if isinstance(layer, PagedLayer):
         return layer
     kinds = {DynamicIndexedLayer: FlashQsaLayer, StaticIndexedLayer: FlashQsaStaticLayer}
     if layer is None or type(layer) not in kinds:
         return None
-    held = vars(layer)
+    kind = kinds[type(layer)]
+    ours: PagedLayer = kind.__new__(kind)
+    held = dict(vars(layer))
     for name in ("keys", "values", "indexer_keys"):
         held[f"_{name}"] = held.pop(name, None)
-    layer.__class__ = kinds[type(layer)]
-    assert isinstance(layer, PagedLayer)
-    layer._filled = layer.is_initialized or layer._indexer_keys is not None
-    return layer
+    vars(ours).update(held)
+    ours._filled = ours.is_initialized or ours._indexer_keys is not None
+    layers[layer_idx] = ours
+    return ours
 
 
 def register_cache_layers() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from types import MethodType
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -21,6 +21,8 @@ from flashqsa.integrations.transformers.layer import (
 )
 from flashqsa.integrations.transformers.masks import NAME, register_masks
 from flashqsa.integrations.transformers.versions import MODEL_TYPES, spec_of_config
+
+Model = TypeVar("Model", bound=nn.Module)
 
 _stock_forward: Callable[..., Any] = Qwen4ExpTextAttention.forward
 
@@ -97,7 +99,7 @@ def _become(module: nn.Module, kind: type[nn.Module]) -> None:
         module.__dict__["_old_forward"] = MethodType(kind.forward, module)
 
 
-def enable(model: nn.Module) -> nn.Module:
+def enable(model: Model) -> Model:
     """Runs a model's sparse layers through FlashQSA. Returns the model, changed in place; again is harmless.
 
     Takes a `Qwen4ExpForCausalLM`, a `Qwen4ExpForConditionalGeneration`, or any module that holds one, on any device.
@@ -118,7 +120,7 @@ def enable(model: nn.Module) -> nn.Module:
     return model
 
 
-def disable(model: nn.Module) -> nn.Module:
+def disable(model: Model) -> Model:
     """Gives a model its stock layers back. Returns the model, changed in place. Its caches stay usable."""
     previous = "sdpa"
     for layer in qsa_layers(model).values():

@@ -9,11 +9,14 @@ from torch import Tensor
 from flashqsa.kernels.cpu.paging import FP8_UNIT, Buffer, Ints, Pool, Run, pages_of, request_runs
 from flashqsa.values import FP8, IndexCache, QsaSpec, Rows, Scores, Selection
 
-TILE_BLOCKS = 1024
-"""Index keys gathered at a time: 512 KiB of 128 FP32 dims."""
-
 TILE_ROWS = 64
-"""Rows scored at a time against a tile of keys: 4 heads' products take 1 MiB."""
+"""Rows scored at a time against a tile of keys."""
+
+TILE_PRODUCTS = 1 << 18
+"""Products of a tile's rows, heads and keys: 1 MiB, so that the passes over them stay in cache."""
+
+TILE_BLOCKS = 4096
+"""Most index keys gathered at a time: 2 MiB of 128 FP32 dims."""
 
 PIECE_BLOCKS = 64
 """Most index keys copied as one piece of a page."""
@@ -66,7 +69,7 @@ def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -
         if few > run.start:
             values[run.start : few, : seen[few - 1]] = 0.0
         if few < run.stop:
-            keys = keys or _Keys(index_cache, values.shape[1])
+            keys = keys or _Keys(index_cache, min(rows.count, TILE_ROWS) * spec.index_heads, values.shape[1])
             _score_run(index_q, keys, pages, Run(few, run.stop, run.request), seen, values, spec, scale)
         holes = torch.from_numpy(np.flatnonzero(pages < 0))
         if holes.numel():
@@ -80,14 +83,19 @@ def _pages(index_cache: IndexCache, request: int, blocks: int) -> Ints:
 
 
 class _Keys:
-    """Index keys of a call, read a tile of consecutive blocks of one request at a time."""
+    """Index keys of a call, read a tile of consecutive blocks of one request at a time.
 
-    def __init__(self, index_cache: IndexCache, width: int) -> None:
+    lines   rows * index_heads that meet a tile at once: with few of them the tile is larger
+    width   most blocks that a row sees
+    """
+
+    def __init__(self, index_cache: IndexCache, lines: int, width: int) -> None:
         self.page_blocks = index_cache.page_blocks
         # The largest divisor of a page that a piece may have: pieces are read whole.
         sizes = range(min(self.page_blocks, PIECE_BLOCKS), 0, -1)
         self.piece = next(size for size in sizes if self.page_blocks % size == 0)
-        self.tile = min(max(TILE_BLOCKS // self.piece, 1), -(-width // self.piece)) * self.piece
+        most = min(TILE_BLOCKS, max(TILE_PRODUCTS // lines, 1), width)
+        self.tile = -(-most // self.piece) * self.piece
         self.pool = Pool(index_cache.keys.unsqueeze(2), self.piece)
         self.buffer = Buffer(index_cache.keys.dtype, self.tile * index_cache.keys.shape[2])
 
