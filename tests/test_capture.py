@@ -207,7 +207,10 @@ def test_a_call_that_nobody_wants_is_not_looked_at() -> None:
     poison: Any = Untouchable()
     seen: list[Rows] = []
     capture.note("select_blocks", poison, poison, poison, index_q=poison)
-    with pytest.raises(AssertionError, match="was read"), capture.listening(lambda call: seen.append(call.rows)):
+    with (
+        pytest.raises(AssertionError, match="was read"),
+        capture.listening(lambda call: seen.append(call.rows.slice(0, 1))),
+    ):
         capture.note("select_blocks", poison, poison, poison, index_q=poison)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -47,6 +48,49 @@ def selection_of(inputs: Inputs) -> Selection:
     if inputs.selection is not None:
         return inputs.selection
     return reference.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec)
+
+
+@dataclass(frozen=True)
+class Known:
+    """A case's inputs and what the reference makes of them: its selection, and the attention in FP64 and in FP32."""
+
+    inputs: Inputs
+    selection: Selection
+    reads: Worklist
+    exact: Tensor
+    exact_lse: Tensor
+    low: Tensor
+    low_lse: Tensor
+
+
+@cache
+def known(case: Case) -> Known:
+    inputs = build(case)
+    selection = selection_of(inputs)
+    arguments = (inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec)
+    exact, exact_lse = reference.attend(*arguments)
+    if inputs.gate is not None:
+        exact = exact * torch.sigmoid(inputs.gate.double())
+    low, low_lse = reference.sparse_attention(*arguments, inputs.gate, precision=torch.float32)
+    work = reference.worklist(selection, inputs.rows, inputs.spec, 64)
+    reads = without_holes(work, inputs.rows, inputs.spec, inputs.kv_cache)
+    return Known(inputs, selection, reads, exact, exact_lse, low, low_lse)
+
+
+def without_holes(work: Worklist, rows: Rows, spec: QsaSpec, cache: KvCache) -> Worklist:
+    """A worklist without the entries whose block is on a hole of the KV cache."""
+    bounds, entries = work.group_rows.tolist(), work.group_entries.tolist()
+    blocks, masks, ends = [], [], [0]
+    for group in range(work.groups):
+        for entry in range(entries[group], entries[group + 1]):
+            page = int(work.block[entry]) * spec.block_tokens // cache.page_tokens
+            if int(cache.page_table[int(rows.request[bounds[group]]), page]) >= 0:
+                blocks.append(int(work.block[entry]))
+                masks.append(int(work.row_mask[entry]))
+        ends.append(len(blocks))
+    return Worklist(
+        work.group_rows, torch.tensor(ends), torch.tensor(blocks, dtype=torch.int32), torch.tensor(masks).long()
+    )
 
 
 def stored_bits(tensor: Tensor) -> Tensor:
@@ -197,9 +241,447 @@ def test_keys_that_no_row_needs_are_not_scored() -> None:
     assert selection.blocks.tolist() == [[0, 1, 2, 3]] * 4 + [[4, -1, -1, -1]]
 
 
-@pytest.mark.parametrize("case", by_name([c for c in CASES if c.spec.selects_everything(max(c.context_lengths) - 1)]
-    if all(c.context_lengths for c in CASES) else [c for c in CASES if c.context_lengths and c.spec.selects_everything(max(c.context_lengths) - 1)]))
+def below_budget() -> list[Case]:
+    return [c for c in CASES if c.rows and c.spec.selects_everything(max(c.context_lengths) - 1)]
+
+
+@pytest.mark.parametrize("case", by_name(below_budget()))
 def test_everything_is_selected_below_the_budget(case: Case) -> None:
     inputs = build(case)
     got = cpu.select_everything(inputs.index_cache, inputs.rows, inputs.spec)
     assert compare.same_selection(got, selection_of(inputs)) is None
+
+
+# Worklists.
+
+
+@pytest.mark.parametrize("case", by_name(SMALL_CASES))
+def test_every_row_reads_its_blocks_and_its_tail(case: Case) -> None:
+    inputs, selection = known(case).inputs, known(case).selection
+    rows = inputs.rows
+    for group_rows in ((1,), (5,), (8,), (64,), (1, 2, 4, 8, 16, 32, 64), (3, 6, 30)):
+        plan = attend_plan(inputs, group_rows=group_rows)
+        got = cpu.worklist(selection, rows, inputs.spec, inputs.kv_cache, plan)
+        assert compare.same_reads(got, known(case).reads, rows, inputs.spec) is None
+        assert got.group_rows[0] == 0
+        assert got.group_rows[-1] == rows.count
+        sizes = got.group_rows.diff()
+        assert bool((sizes > 0).all())
+        assert int(sizes.max()) <= group_rows[-1]
+    plan = attend_plan(inputs)
+    got = cpu.worklist(selection, rows, inputs.spec, inputs.kv_cache, plan)
+    assert int(got.group_entries.diff().max()) <= plan.max_entries
+
+
+@pytest.mark.parametrize("case", by_name(SMALL_CASES[::3]))
+def test_without_a_selection_every_visible_block_is_read(case: Case) -> None:
+    inputs = build(case)
+    rows, spec = inputs.rows, inputs.spec
+    wanted = without_holes(reference.worklist(None, rows, spec, 64), rows, spec, inputs.kv_cache)
+    got = cpu.worklist(None, rows, spec, inputs.kv_cache, attend_plan(inputs))
+    assert compare.same_reads(got, wanted, rows, spec) is None
+
+
+def test_entries_past_the_count_are_not_read() -> None:
+    spec, rows = spec_of(6, 1, top_blocks=4), Rows.from_lengths([3], [42])
+    blocks = torch.tensor([[0, 3, 99, -5], [2, -1, -1, -1], [7, 8, 9, 1 << 30]], dtype=torch.int32)
+    inputs = build(Case("count", (3,), (42,), spec))
+    selection = Selection(blocks, torch.tensor([2, 0, 3], dtype=torch.int32))
+    got = cpu.worklist(selection, rows, spec, inputs.kv_cache, attend_plan(inputs, group_rows=(4,)))
+    # Row 0 closes block 9 and has no tail; rows 1 and 2 stand in block 10.
+    assert compare.row_reads(got) == {0: [0, 3], 1: [10], 2: [7, 8, 9, 10]}
+
+
+def test_rows_that_share_nothing_lose_nothing() -> None:
+    inputs = build(named("disjoint-model-512"))
+    plan = attend_plan(inputs, group_rows=(8,))
+    work = cpu.worklist(inputs.selection, inputs.rows, inputs.spec, inputs.kv_cache, plan)
+    assert work.groups == 1
+    # The rows' 7 tails (one row closes a block) lie in 2 blocks.
+    assert work.block.shape[0] == 8 * 512 + len({position // 4 for position in range(16492, 16500) if position % 4 < 3})
+    assert work.block.shape[0] <= plan.max_entries
+
+
+def cut_cost(mask: np.ndarray, cuts: list[tuple[int, int]], count: int, cost: GroupCost) -> float:
+    """What a cut of a window into groups costs, from plain numbers."""
+    total = 0.0
+    for first, size in cuts:
+        rows = min(size, count - first)
+        union = sum(bool(int(word) >> first & (1 << rows) - 1) for word in mask)
+        total += cost.of(rows, union * 4, 6 * 64, 64)
+    return total
+
+
+def all_cuts(first: int, stop: int, sizes: tuple[int, ...]) -> list[list[tuple[int, int]]]:
+    """Every way to cut rows into nested, aligned groups."""
+    size = sizes[-1]
+    whole = [[(first, size)]]
+    if len(sizes) == 1:
+        return whole
+    parts = [all_cuts(start, stop, sizes[:-1]) for start in range(first, min(first + size, stop), sizes[-2])]
+    return whole + [list(itertools.chain(*chosen)) for chosen in itertools.product(*parts)]
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_the_cheapest_cut_is_chosen(data: st.DataObject) -> None:
+    sizes = data.draw(st.sampled_from([(1, 2, 4, 8), (2, 8), (1, 3, 6), (1, 8), (4,)]))
+    count = data.draw(st.integers(1, sizes[-1]))
+    bits = data.draw(st.lists(st.integers(1, 2**count - 1), min_size=1, max_size=30))
+    cost = GroupCost(*(data.draw(st.floats(0.0, limit)) for limit in (20.0, 50.0, 5.0)))
+    mask = np.array(bits, dtype=np.uint64)
+    config = AttendConfig(sizes, 4096, 65536, cost)
+    cuts = choose_groups(mask, count, config, spec_of(6, 1))
+    assert [first for first, _ in cuts] == list(itertools.accumulate((size for _, size in cuts[:-1]), initial=0))
+    best = min(cut_cost(mask, cut, count, cost) for cut in all_cuts(0, count, sizes))
+    assert cut_cost(mask, cuts, count, cost) == pytest.approx(best, rel=1e-9, abs=1e-9)
+
+
+def test_rows_that_share_much_go_together_and_rows_that_share_nothing_go_alone() -> None:
+    spec, rows = QsaSpec(), Rows.from_lengths([64], [20000])
+    cache = KvCache.interleaved(torch.zeros(1, 2, 20000, 2, 256, dtype=FP8), torch.zeros(1, 1).int(), 1.0, 1.0)
+    plan = pipeline.plan_batch(rows, spec, kv_cache=cache).attend
+    mean = {
+        regime: rows.count / cpu.worklist(select_locally(rows, spec, regime), rows, spec, cache, plan).groups
+        for regime in ("equal", "near", "far", "disjoint")
+    }
+    assert mean["equal"] == 64
+    assert mean["disjoint"] == 1
+    assert mean["equal"] > mean["near"] > mean["far"] >= 1
+
+
+# Attention.
+
+
+@pytest.mark.parametrize("case", by_name(SMALL_CASES[::2]))
+def test_attention_is_right_for_every_group_tile_and_softmax_size(case: Case) -> None:
+    wanted = known(case)
+    inputs = wanted.inputs
+    changes: list[dict[str, object]] = [
+        {"group_rows": (1,)},
+        {"group_rows": (8,)},
+        {"group_rows": (64,)},
+        {"group_rows": (8,), "tile_tokens": 12},
+        {"group_rows": (8,), "row_tokens": 64},
+        {"group_rows": (64,), "tile_tokens": 8, "row_tokens": 1024},
+        {"cost": FREE},
+    ]
+    for changed in changes:
+        plan = attend_plan(inputs, **changed)
+        work = cpu.worklist(wanted.selection, inputs.rows, inputs.spec, inputs.kv_cache, plan)
+        partial = cpu.attend(inputs.q, inputs.kv_cache, work, inputs.rows, inputs.spec, plan)
+        output, lse = cpu.merge(partial, inputs.gate, inputs.q.dtype)
+        assert partial.parts == 1
+        assert compare.attention_within_tolerance(output, wanted.low, wanted.exact) is None, changed
+        assert compare.lse_within_tolerance(lse, wanted.exact_lse, wanted.low_lse) is None, changed
+
+
+@pytest.mark.parametrize("pattern", PATTERNS)
+@pytest.mark.parametrize("name", ["padding-first-middle-last", "prefill-fp8", "pages-of-816", "hole-under-the-tail"])
+def test_recycled_bytes_change_nothing(name: str, pattern: str) -> None:
+    inputs = build(named(name))
+    found = []
+    for disturbed in (inputs, fill_unwritten(inputs, pattern)):
+        plan = attend_plan(disturbed, group_rows=(8,))
+        arguments = (selection_of(inputs), disturbed.rows, disturbed.spec, disturbed.kv_cache, plan)
+        partial = cpu.attend(
+            disturbed.q, disturbed.kv_cache, cpu.worklist(*arguments), disturbed.rows, disturbed.spec, plan
+        )
+        found.append(partial)
+    assert compare.same_bits(found[0].output, found[1].output)
+    assert compare.same_bits(found[0].lse, found[1].lse)
+    assert bool(found[0].output.isfinite().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, FP8], ids=str)
+def test_what_no_row_of_a_group_attends_to_may_hold_anything(dtype: torch.dtype) -> None:
+    # Rows at 13, 14 and 30 of one group; tokens 15 and 20..27 belong to nobody's selection, nor does page 0.
+    spec = spec_of(6, 2, 16, top_blocks=2)
+    rows = Rows.from_tensors(torch.zeros(3), torch.tensor([13, 14, 30]))
+    selection = Selection(
+        torch.tensor([[0, 2], [1, -1], [0, 4]], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32)
+    )
+    numbers = torch.randn(2, 8, 4, 2, 16, generator=torch.Generator().manual_seed(6))
+    q = torch.randn(3, 6, 16, generator=torch.Generator().manual_seed(7))
+    dead = torch.tensor([15, *range(20, 28), 31])
+    found = []
+    for poison in (0.0, float("nan"), INF):
+        filled = numbers.clone().view(2, 32, 2, 16)
+        filled[:, dead] = poison
+        pool = torch.full((2, 9, 4, 2, 16), poison)
+        pool[:, 1:] = filled.view(2, 8, 4, 2, 16)
+        pool = pool.to(dtype)
+        scale = 1.0 if dtype == FP8 else None
+        cache = KvCache(pool[0], pool[1], torch.arange(1, 9, dtype=torch.int32)[None], scale, scale)
+        plan = replace(
+            pipeline.plan_batch(rows, spec, kv_cache=cache).attend,
+            config=AttendConfig((4,), 4096, 65536, FREE),
+        )
+        work = cpu.worklist(selection, rows, spec, cache, plan)
+        assert work.groups == 1
+        found.append(cpu.attend(q, cache, work, rows, spec, plan))
+    for other in found[1:]:
+        assert compare.same_bits(found[0].output, other.output)
+        assert compare.same_bits(found[0].lse, other.lse)
+
+
+@pytest.mark.parametrize("group_rows", [1, 4, 8])
+def test_rows_that_select_nothing_are_zero_and_their_neighbours_are_not(group_rows: int) -> None:
+    # Rows 0, 3 and 7 close a block, so without a selection they see nothing at all.
+    inputs = build(Case("empty", (8,), (40,), spec_of(6, 1), gate=False))
+    rows = Rows.from_tensors(torch.zeros(8), torch.tensor([3, 4, 6, 11, 12, 20, 21, 23]))
+    selection = select_locally(rows, inputs.spec, "equal")
+    empty = torch.tensor([0, 3, 7])
+    selection.blocks[empty], selection.count[empty] = -1, 0
+    plan = attend_plan(inputs, group_rows=(group_rows,))
+    work = cpu.worklist(selection, rows, inputs.spec, inputs.kv_cache, plan)
+    partial = cpu.attend(inputs.q, inputs.kv_cache, work, rows, inputs.spec, plan)
+    assert bool((partial.output[0, empty] == 0).all())
+    assert bool((partial.lse[0, empty] == -INF).all())
+    busy = [row for row in range(8) if row not in empty.tolist()]
+    exact, _ = reference.attend(inputs.q, inputs.kv_cache, selection, rows, inputs.spec)
+    torch.testing.assert_close(partial.output[0, busy].double(), exact[busy], rtol=1e-5, atol=1e-5)
+    assert float(partial.output[0, busy].abs().amax(dim=(1, 2)).min()) > 0
+
+
+def test_requests_in_another_order_give_the_same_bits() -> None:
+    inputs = build(named("requests-of-3-8-13"))
+    bounds, order = [(0, 3), (3, 11), (11, 24)], [2, 0, 1]
+    taken = torch.cat([torch.arange(*bounds[request]) for request in order])
+    rows = Rows(inputs.rows.request[taken], inputs.rows.position[taken], inputs.rows.max_position)
+    selection = selection_of(inputs)
+    moved = Selection(selection.blocks[taken], selection.count[taken])
+    plan = attend_plan(inputs)
+    found = []
+    for chosen, of_rows, q in ((selection, inputs.rows, inputs.q), (moved, rows, inputs.q[taken])):
+        work = cpu.worklist(chosen, of_rows, inputs.spec, inputs.kv_cache, plan)
+        found.append(cpu.attend(q, inputs.kv_cache, work, of_rows, inputs.spec, plan))
+    assert compare.same_bits(found[0].output[:, taken], found[1].output)
+    assert compare.same_bits(found[0].lse[:, taken], found[1].lse)
+
+
+# Merge.
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_the_output_rounds_once_and_once_more_for_the_gate(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(8)
+    output = torch.randn(1, 700, 24, 64, generator=generator)
+    lse = torch.randn(1, 700, 24, generator=generator)
+    gate = torch.randn(700, 24, 64, generator=generator).to(dtype)
+    wanted = output[0].to(dtype)
+    plain, plain_lse = cpu.merge(Partial(output.clone(), lse), None, dtype)
+    assert compare.same_bits(plain, wanted)
+    assert compare.same_bits(plain_lse, lse[0])
+    gated, _ = cpu.merge(Partial(output.clone(), lse), gate, dtype)
+    assert compare.same_bits(gated, (torch.sigmoid(gate.float()) * wanted.float()).to(dtype))
+
+
+# Writing keys and values.
+
+
+@pytest.mark.parametrize("layout", ["interleaved", "packed", "apart", "wide-view"])
+@pytest.mark.parametrize(
+    ("dtype", "new_dtype"),
+    [(torch.float32, torch.float32), (torch.bfloat16, torch.bfloat16), (FP8, torch.float32), (FP8, torch.bfloat16)],
+    ids=str,
+)
+def test_keys_and_values_are_written_where_they_belong_and_nowhere_else(
+    layout: str, dtype: torch.dtype, new_dtype: torch.dtype
+) -> None:
+    case = Case("write", (9, 5, 3), (40, 12, 7), spec_of(6, 2), padding=(0, 9, 17), layout=layout, holes=((0, 2),))
+    rows = padded_rows(case)
+    table = torch.tensor([[4, 1, -1], [0, 6, 6], [5, 2, 3]], dtype=torch.int32)
+    generator = torch.Generator().manual_seed(9)
+    new = (torch.randn(2, rows.count, 2, 64, generator=generator) * 300).to(new_dtype)
+    scale = torch.tensor([0.5, 2.0]) if dtype == FP8 else None
+    caches = []
+    for _ in range(2):
+        keys, values = kv_pool(layout, (7, 16, 2, 64), dtype)
+        caches.append(KvCache(keys, values, table, scale, 1.5 if dtype == FP8 else None))
+    cpu.write_kv(new[0], new[1], caches[0], rows)
+    reference.write_kv(new[0], new[1], caches[1], rows)
+    for got, wanted in ((caches[0].keys, caches[1].keys), (caches[0].values, caches[1].values)):
+        assert torch.equal(stored_bits(got), stored_bits(wanted))
+    written = ~caches[0].keys.float().isnan().all(dim=-1).all(dim=-1)
+    # Tokens 31..39 of request 0 of which those from 32 on are on the hole, 7..11 of request 1, 4..6 of request 2.
+    assert int(written.sum()) == 1 + 5 + 3
+
+
+def test_fp8_numbers_are_stored_exactly_and_large_ones_clamped() -> None:
+    extremes = nasty.e4m3_extremes()
+    count = extremes.shape[0]
+    keys, values = kv_pool("apart", (1, -(-count // 4) * 4, 1, 64), FP8)
+    cache = KvCache(keys, values, torch.zeros(1, 1, dtype=torch.int32), 0.5, 4.0)
+    rows = Rows.from_lengths([count], [count])
+    cpu.write_kv(extremes * 0.5, extremes * 4000, cache, rows)
+    assert torch.equal(keys[0, :count].float(), extremes)
+    assert torch.equal(values[0, :count].float(), (extremes * 1000).clamp(-448, 448).to(FP8).float())
+
+
+# Writing index keys.
+
+POOL_SPEC = QsaSpec(index_dim=32, index_heads=1)
+
+
+def written_in_calls(
+    raw: nasty.RawKeys, splits: list[list[tuple[int, int, int]]], cache: IndexCache, spec: QsaSpec, padding: bool
+) -> IndexCache:
+    """Writes raw keys in calls of (request, first token, end) pieces."""
+    for pieces in splits:
+        request, position, keys, cos, sin = [], [], [], [], []
+        for owner, start, stop in pieces:
+            if padding:
+                request.append(torch.tensor([-1, owner]))
+                position.append(torch.tensor([start, -3]))
+                keys.append(torch.full((2, spec.index_dim), float("nan"), dtype=raw.keys[owner].dtype))
+                cos.append(raw.cos[owner][:1].expand(2, -1))
+                sin.append(raw.sin[owner][:1].expand(2, -1))
+            request.append(torch.full((stop - start,), owner))
+            position.append(torch.arange(start, stop))
+            keys.append(raw.keys[owner][start:stop])
+            cos.append(raw.cos[owner][start:stop])
+            sin.append(raw.sin[owner][start:stop])
+        rows = Rows.from_tensors(torch.cat(request), torch.cat(position))
+        arguments = (torch.cat(keys), cache, rows, spec, raw.norm_weight, torch.cat(cos), torch.cat(sin), 1e-6)
+        cpu.write_index_keys(*arguments)
+    return cache
+
+
+def in_one_call(raw: nasty.RawKeys) -> list[list[tuple[int, int, int]]]:
+    return [[(owner, 0, keys.shape[0]) for owner, keys in enumerate(raw.keys)]]
+
+
+def assert_same_index_cache(got: IndexCache, wanted: IndexCache) -> None:
+    assert torch.equal(stored_bits(got.keys), stored_bits(wanted.keys))
+    assert got.raw_keys is not None
+    assert wanted.raw_keys is not None
+    assert torch.equal(stored_bits(got.raw_keys), stored_bits(wanted.raw_keys))
+
+
+@settings(max_examples=40)
+@given(st.data())
+def test_any_split_into_calls_writes_the_same_bits(data: st.DataObject) -> None:
+    tokens = tuple(data.draw(st.lists(st.integers(0, 40), min_size=1, max_size=3)))
+    dtype = data.draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    cache_dtype = data.draw(st.sampled_from([dtype, FP8]))
+    ring, page_blocks = data.draw(st.sampled_from([4, 8, 12])), data.draw(st.integers(1, 5))
+    raw = nasty.raw_keys(tokens, POOL_SPEC, dtype, rotary_dim=16)
+    make = [nasty.empty_index_cache(tokens, POOL_SPEC, cache_dtype, dtype, page_blocks, ring) for _ in range(2)]
+    wanted = written_in_calls(raw, in_one_call(raw), make[0], POOL_SPEC, padding=False)
+    splits, done = [], [0] * len(tokens)
+    while done != list(tokens):
+        pieces = []
+        for owner, count in enumerate(tokens):
+            step = data.draw(st.integers(0, min(count - done[owner], 9)))
+            pieces += [(owner, done[owner], done[owner] + step)] if step else []
+            done[owner] += step
+        splits.append(pieces)
+    got = written_in_calls(raw, [s for s in splits if s], make[1], POOL_SPEC, padding=data.draw(st.booleans()))
+    assert_same_index_cache(got, wanted)
+
+
+@pytest.mark.parametrize("prefix", [840, 841, 842, 843])
+@pytest.mark.parametrize("extend", [1, 6])
+def test_a_block_that_straddles_two_calls_is_pooled_from_all_its_keys(prefix: int, extend: int) -> None:
+    spec = QsaSpec()
+    tokens = (prefix + extend, 13)
+    raw = nasty.raw_keys(tokens, spec)
+    caches = [nasty.empty_index_cache(tokens, spec) for _ in range(2)]
+    splits = [[(0, 0, prefix), (1, 0, 10)], [(1, 10, 13), (0, prefix, prefix + extend)]]
+    got = written_in_calls(raw, splits, caches[0], spec, padding=True)
+    assert_same_index_cache(got, written_in_calls(raw, in_one_call(raw), caches[1], spec, padding=False))
+
+
+@pytest.mark.parametrize("extend", [1, 2, 3])
+def test_too_few_tokens_for_a_block_write_no_block(extend: int) -> None:
+    spec = QsaSpec()
+    tokens = (extend, 4)
+    raw = nasty.raw_keys(tokens, spec)
+    cache = written_in_calls(raw, in_one_call(raw), nasty.empty_index_cache(tokens, spec), spec, padding=True)
+    assert cache.raw_keys is not None
+    assert torch.equal(cache.raw_keys[0, :extend], raw.keys[0])
+    assert bool(cache.raw_keys[0, extend:].isnan().all())
+    page = int(cache.page_table[1, 0])
+    wanted = reference.pool_block_key(raw.keys[1], raw.norm_weight, raw.cos[1][3], raw.sin[1][3], 1e-6)
+    torch.testing.assert_close(cache.keys[page, 0], wanted)
+    rest = cache.keys.clone()
+    rest[page, 0] = float("nan")
+    assert bool(rest.isnan().all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("cache_dtype", [None, FP8], ids=str)
+def test_index_keys_are_those_of_the_reference(dtype: torch.dtype, cache_dtype: torch.dtype | None) -> None:
+    spec = QsaSpec()
+    tokens = (61, 0, 18)
+    raw = nasty.raw_keys(tokens, spec, dtype)
+    caches = [nasty.empty_index_cache(tokens, spec, cache_dtype or dtype, dtype, page_blocks=3) for _ in range(2)]
+    got = written_in_calls(raw, in_one_call(raw), caches[0], spec, padding=False)
+    rows = Rows.from_lengths(tokens, tokens)
+    reference.write_index_keys(
+        torch.cat(raw.keys), caches[1], rows, spec, raw.norm_weight, torch.cat(raw.cos), torch.cat(raw.sin), 1e-6
+    )
+    assert_same_ring_and_near_keys(got, caches[1], dtype)
+
+
+def assert_same_ring_and_near_keys(got: IndexCache, wanted: IndexCache, dtype: torch.dtype) -> None:
+    assert got.raw_keys is not None
+    assert wanted.raw_keys is not None
+    assert torch.equal(stored_bits(got.raw_keys), stored_bits(wanted.raw_keys))
+    # The reference rounds FP64 results: another rounding of a step moves a number by a unit of its dtype or two.
+    loosest = FP8 if got.keys.dtype == FP8 else dtype
+    unit = torch.finfo(loosest).eps
+    torch.testing.assert_close(got.keys.float(), wanted.keys.float(), rtol=2 * unit, atol=4 * unit, equal_nan=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_pooling_rounds_as_transformers_does(dtype: torch.dtype) -> None:
+    modeling = pytest.importorskip("transformers.models.qwen4_exp.modeling_qwen4_exp")
+    spec = QsaSpec()
+    raw = nasty.raw_keys((64,), spec, dtype)
+    cache = written_in_calls(raw, in_one_call(raw), nasty.empty_index_cache((64,), spec, dtype, dtype), spec, False)
+    norm = modeling.Qwen4ExpTextRMSNorm(spec.index_dim, eps=1e-6).to(dtype)
+    with torch.no_grad():
+        norm.weight.copy_(raw.norm_weight)
+        mean = raw.keys[0].view(16, 4, spec.index_dim).float().mean(dim=1).to(dtype)
+        rotated = modeling.apply_rotary_pos_emb(
+            norm(mean)[:, None], cos=raw.cos[0][::4], sin=raw.sin[0][::4], unsqueeze_dim=1
+        )
+    assert compare.same_bits(cache.keys[cache.page_table[0].long()].flatten(0, 1), rotated[:, 0])
+
+
+def test_a_block_on_a_hole_is_dropped_and_its_raw_keys_are_kept() -> None:
+    raw = nasty.raw_keys((14,), POOL_SPEC, rotary_dim=16)
+    cache = nasty.empty_index_cache((14,), POOL_SPEC, page_blocks=1)
+    pages = cache.page_table[0].clone()
+    cache.page_table[0, 1] = -1
+    written_in_calls(raw, [[(0, 0, 6)], [(0, 6, 14)]], cache, POOL_SPEC, padding=False)
+    assert bool(cache.keys[int(pages[1])].isnan().all())
+    assert bool(cache.keys[[int(pages[0]), int(pages[2])]].isfinite().all())
+    assert cache.raw_keys is not None
+    assert torch.equal(cache.raw_keys[0], raw.keys[0][[12, 13, 10, 11]])
+
+
+def test_tokens_that_are_taken_back_leave_no_trace() -> None:
+    # A ring of 8 lets the last 5 tokens be taken back: 3 draft tokens go, others come in their place.
+    raw = nasty.raw_keys((22, 22), POOL_SPEC, rotary_dim=16)
+    cache = nasty.empty_index_cache((22,), POOL_SPEC, page_blocks=2, ring_tokens=8)
+    first = nasty.RawKeys(raw.keys[:1], raw.norm_weight, raw.cos[:1], raw.sin[:1])
+    written_in_calls(first, [[(0, 0, 18)]], cache, POOL_SPEC, padding=False)
+    other = torch.cat([raw.keys[0][:15], raw.keys[1][15:]])
+    second = nasty.RawKeys((other,), raw.norm_weight, raw.cos[:1], raw.sin[:1])
+    written_in_calls(second, [[(0, 15, 16)], [(0, 16, 22)]], cache, POOL_SPEC, padding=False)
+    fresh = nasty.empty_index_cache((22,), POOL_SPEC, page_blocks=2, ring_tokens=8)
+    assert_same_index_cache(cache, written_in_calls(second, [[(0, 0, 22)]], fresh, POOL_SPEC, padding=False))
+
+
+def test_regimes_of_selections_are_all_served() -> None:
+    inputs = build(Case("regimes", (20,), (400,), spec_of(6, 1), peak=8.0, gate=False))
+    for regime in REGIMES:
+        selection = select_locally(inputs.rows, inputs.spec, regime)
+        plan = attend_plan(inputs)
+        work = cpu.worklist(selection, inputs.rows, inputs.spec, inputs.kv_cache, plan)
+        output = cpu.attend(inputs.q, inputs.kv_cache, work, inputs.rows, inputs.spec, plan).output[0]
+        exact, _ = reference.attend(inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec)
+        torch.testing.assert_close(output.double(), exact, rtol=1e-4, atol=1e-4)

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,13 @@ def files(*tops: str) -> list[str]:
 MODULES = [path for path in files("flashqsa") if path.endswith(".py")]
 TESTS = [path for path in files("tests") if path.endswith(".py")]
 TEXTS = files("flashqsa", "tests", "docs", "benchmarks", ".ci", *(p.name for p in ROOT.iterdir() if p.is_file()))
+
+
+@cache
+def tree_of(path: str) -> ast.Module:
+    """The parsed file."""
+    return ast.parse((ROOT / path).read_text("utf-8"))
+
 
 PUBLIC = {"__init__", "check", "device", "knobs", "pipeline", "plan", "route", "values"}
 MAY_IMPORT = {
@@ -160,8 +168,7 @@ WALL_NAMES = ["imports", "plan_types", "environment", "properties", "refusals", 
 
 @pytest.mark.parametrize("wall", WALLS, ids=WALL_NAMES)
 def test_the_package_keeps_the_wall(wall: Callable[[str, ast.Module], Iterator[str]]) -> None:
-    trees = {path: ast.parse((ROOT / path).read_text("utf-8")) for path in MODULES}
-    assert [f"{path}:{breach}" for path, tree in trees.items() for breach in wall(path, tree)] == []
+    assert [f"{path}:{breach}" for path in MODULES for breach in wall(path, tree_of(path))] == []
 
 
 @pytest.mark.parametrize(
@@ -281,8 +288,7 @@ def test_there_are_files_to_check() -> None:
 
 @pytest.mark.parametrize("path", TESTS)
 def test_test_files_say_what_they_test(path: str) -> None:
-    tree = ast.parse((ROOT / path).read_text("utf-8"))
-    assert path == "tests/__init__.py" or ast.get_docstring(tree)
+    assert path == "tests/__init__.py" or ast.get_docstring(tree_of(path))
 
 
 def loaded_by(source: str) -> set[str]:

@@ -225,6 +225,10 @@ def test_a_multimodal_model_is_enabled_in_its_text_part() -> None:
     assert torch.equal(fast.generate(ids, cache_implementation="static", **asked), want)
     assert hand_overs() == before
     assert fast.config.vision_config._attn_implementation == "sdpa"
+    disable(fast)
+    configs = fast.config, fast.config.text_config, fast.config.vision_config
+    assert [config._attn_implementation for config in configs] == ["sdpa"] * 3
+    assert torch.equal(fast.generate(ids, **asked), want)
 
 
 # -- every model

@@ -26,8 +26,8 @@ class AttendEntry(TypedDict):
 # 0.27 us per token and row. Only their ratios matter, and these hold within a third for 1 thread.
 COST: CostEntry = {"group_us": 60.0, "gather_ns": 1.0, "product_ns": 0.043}
 
-# A tile of 4,096 tokens holds most unions whole (8 MiB of keys, then of values); smaller tiles gain nothing. 65,536 logits
-# per head (6 MiB for 24 heads) stay in the last-level cache and leave groups of up to 16 rows one softmax.
+# A tile of 4,096 tokens holds most unions whole (8 MiB of keys, then of values); smaller tiles gain nothing. 65,536
+# logits per head (6 MiB for 24 heads) stay in the last-level cache and leave groups of up to 16 rows one softmax.
 ATTEND: dict[str, AttendEntry] = {
     "dense": {"group_rows": (64,), "tile_tokens": 4096, "row_tokens": 65536},
     "grouped": {"group_rows": (1, 2, 4, 8, 16, 32, 64), "tile_tokens": 4096, "row_tokens": 65536},

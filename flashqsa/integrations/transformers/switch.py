@@ -66,15 +66,21 @@ def _rotary_embeddings(model: nn.Module) -> Iterator[nn.Module]:
     yield from (module for module in model.modules() if isinstance(module, Qwen4ExpTextRotaryEmbedding))
 
 
-def _text_configs(model: nn.Module) -> list[Any]:
-    """The distinct text configs of a model and its submodels."""
+def _set_implementation(model: nn.Module, value: str, instead_of: str | None = None) -> None:
+    """Sets `_attn_implementation` of a model's configs, but not of its vision part.
+
+    A config that holds a text config is set too: 5.16 makes the masks of its static caches by that one.
+    """
     found: dict[int, Any] = {}
     for module in model.modules():
         if isinstance(module, (PreTrainedModel, Qwen4ExpTextAttention)):
-            config = module.config.get_text_config()
-            if config.model_type in MODEL_TYPES:
-                found[id(config)] = config
-    return list(found.values())
+            for config in (module.config, module.config.get_text_config()):
+                if config.model_type in MODEL_TYPES:
+                    found[id(config)] = config
+    for config in found.values():
+        if instead_of in (None, config._attn_implementation):
+            held = "text_config" in config.sub_configs
+            config._attn_implementation = {"": value, "text_config": value} if held else value
 
 
 def _check(model: nn.Module) -> dict[str, Any]:
@@ -115,8 +121,7 @@ def enable(model: Model) -> Model:
     for rotary in _rotary_embeddings(model):
         if type(rotary) is Qwen4ExpTextRotaryEmbedding:
             _become(rotary, FlashQsaRotaryEmbedding)
-    for config in _text_configs(model):
-        config._attn_implementation = NAME
+    _set_implementation(model, NAME)
     return model
 
 
@@ -132,9 +137,7 @@ def disable(model: Model) -> Model:
     for rotary in _rotary_embeddings(model):
         if type(rotary) is FlashQsaRotaryEmbedding:
             _become(rotary, Qwen4ExpTextRotaryEmbedding)
-    for config in _text_configs(model):
-        if config._attn_implementation == NAME:
-            config._attn_implementation = previous
+    _set_implementation(model, previous, instead_of=NAME)
     _unregister()
     return model
 

@@ -18,8 +18,9 @@ def attend(q: Tensor, kv_cache: KvCache, work: Worklist, rows: Rows, spec: QsaSp
 
     q  [rows, q_heads, head_dim], any float dtype
 
-    Logits, softmax and sums are FP32 whatever the storage dtypes. A row without entries gets output 0 and lse -inf. Keys
-    and values of tokens that no row of a group attends to never reach a product.
+    Logits, softmax and sums are FP32 whatever the storage dtypes. A row without entries gets output 0 and lse -inf.
+    Keys and values of tokens that no row of a group attends to never reach a product; of tokens that some row attends
+    to, numbers that are not finite may spread to the group's other rows.
     """
     output = torch.empty((1, rows.count, spec.q_heads, spec.head_dim), dtype=torch.float32)
     lse = torch.empty((1, rows.count, spec.q_heads), dtype=torch.float32)

@@ -15,8 +15,8 @@ TILE_ROWS = 64
 TILE_PRODUCTS = 1 << 18
 """Products of a tile's rows, heads and keys: 1 MiB, so that the passes over them stay in cache."""
 
-TILE_BLOCKS = 4096
-"""Most index keys gathered at a time: 2 MiB of 128 FP32 dims."""
+TILE_BLOCKS = 2048
+"""Most index keys gathered at a time: 1 MiB of 128 FP32 dims."""
 
 PIECE_BLOCKS = 64
 """Most index keys copied as one piece of a page."""
