@@ -90,6 +90,14 @@ def workspace_bytes() -> int:
     return int(WORKSPACE_MIB.read()) << 20
 
 
+def set_default(name: str, value: str) -> None:
+    """Sets a variable of another library, unless it is set, for this process and its children.
+
+    Most libraries read theirs once, when they are loaded.
+    """
+    os.environ.setdefault(name, value)
+
+
 def as_markdown() -> str:
     """The table of `docs/KNOBS.md`."""
     lines = ["| variable | type | default | what it does |", "|---|---|---|---|"]

@@ -72,8 +72,10 @@ def select_blocks(
     if chosen.mode == "reference":
         return reference.select_blocks(index_q, index_cache, rows, spec)
     kernels = KERNEL_SETS[chosen.kernel_set]
+    selection: Selection
     if chosen.mode == "everything":
-        return kernels.select_everything(index_cache, rows, spec)
+        selection = kernels.select_everything(index_cache, rows, spec)
+        return selection
     selection = kernels.empty_selection(rows, spec)
     for start, stop in plan.select.chunks(rows.count):
         part = rows.slice(start, stop)

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,7 @@ from typer.testing import CliRunner
 
 from flashqsa import __version__, knobs, pipeline
 from flashqsa.__main__ import app
-from flashqsa.cli import compare, explain, memory, presets, prompt, show
+from flashqsa.cli import compare, explain, presets, process, prompt, show
 from flashqsa.cli import verify as verify_command
 from flashqsa.route import CANDIDATES
 from flashqsa.testing.verify import CaseResult, verify_case
@@ -65,6 +68,17 @@ def test_every_option_has_its_help(command: str) -> None:
     assert invoke(command, "--help").exit_code == 0
     for parameter in found.params:
         assert parameter.help or parameter.name == "help", parameter.name
+
+
+def test_threads_are_told_to_sleep_before_torch_is_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    source = "import sys, flashqsa.__main__, flashqsa.cli.show; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", source], check=False).returncode == 0
+    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
+    invoke("explain", "--device", "cpu")
+    assert os.environ["OMP_WAIT_POLICY"] == "ACTIVE"
+    monkeypatch.delenv("OMP_WAIT_POLICY")
+    invoke("explain", "--device", "cpu")
+    assert os.environ["OMP_WAIT_POLICY"] == "PASSIVE"
 
 
 # run
@@ -506,7 +520,7 @@ def test_figures_read_well() -> None:
     assert [show.seconds(value) for value in (12.34, 1.234, 0.0012, 5e-7)] == ["12.3 s", "1.23 s", "1.20 ms", "0.50 us"]
     assert show.mebibytes(3 << 20) == "3 MiB"
     assert presets.decode_bytes([72, 105, 256]) == "Hi\ufffd"
-    assert memory.peak_bytes() >= memory.resident_bytes() // 2 > 0
+    assert process.peak_bytes() >= process.resident_bytes() // 2 > 0
 
 
 def test_presets_keep_the_released_geometry() -> None:

@@ -6,6 +6,8 @@ import ast
 import doctest
 import importlib
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -34,11 +36,11 @@ FOLDERS = ("flashqsa/", "tests/", "docs/", "benchmarks/", ".ci/")
 
 
 def code_of(text: str) -> list[str]:
-    """The pieces of a page that are set as code: spans in backquotes, and the lines of fenced blocks."""
+    """The pieces of a page that are set as code: spans in backquotes, and the lines of fenced and indented blocks."""
     blocks = re.findall(r"^```\w*\n(.*?)^```", text, flags=re.M | re.S)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.M | re.S)
     lines = "".join(blocks).replace("\\\n", " ").splitlines()
-    return [*re.findall(r"`([^`\n]+)`", prose), *lines]
+    return [*re.findall(r"`([^`\n]+)`", prose), *lines, *re.findall(r"^ {4}(.+)$", prose, flags=re.M)]
 
 
 def missing_paths(code: list[str]) -> list[str]:
@@ -149,6 +151,14 @@ def test_examples_in_pages_run(page: Path) -> None:
     assert doctest.testfile(str(page), module_relative=False, encoding="utf-8").failed == 0
 
 
+def test_the_readme_example_runs() -> None:
+    blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / "README.md").read_text("utf-8"), flags=re.M | re.S)
+    whole = [block for block in blocks if "import" in block and "..." not in block]
+    assert whole
+    for block in whole:
+        subprocess.run([sys.executable, "-c", block], cwd=ROOT, check=True, capture_output=True)
+
+
 @pytest.mark.parametrize("page", PAGES, ids=PAGE_NAMES)
 def test_what_a_page_names_is_there(page: Path) -> None:
     text = page.read_text("utf-8")
@@ -170,7 +180,7 @@ def test_code_names_no_unknown_knob_and_no_missing_page() -> None:
 
 def test_the_checks_find_what_is_wrong() -> None:
     page = (
-        "`make tset`, `flashqsa dance`, see `docs/NOWHERE.md`, [this](NOWHERE.md) and [here](#no-such-heading).\n"
+        "    make tset\n\n`flashqsa dance`, see `docs/NOWHERE.md`, [this](NOWHERE.md) and [here](#no-such-heading).\n"
         "```bash\nFLASHQSA_NO_SUCH=1 python -m flashqsa run --no-such-option 3  # a comment\n```\n"
         "```python\nfrom flashqsa.route import no_such\nflashqsa.nor_this(1)\n```\n"
     )
@@ -185,7 +195,8 @@ def test_the_checks_find_what_is_wrong() -> None:
 
 def test_the_checks_let_through_what_is_there() -> None:
     page = (
-        "# Two words\n`make test`, `docs/KNOBS.md`, `docs/kernels/<stage>.md`, `flashqsa doctor --help`,"
+        "# Two words\n\n    make test    # a comment\n\n"
+        "`docs/KNOBS.md`, `docs/kernels/<stage>.md`, `flashqsa doctor --help`,"
         " `FLASHQSA_ROUTE`, [self](#two-words), [page](docs/KNOBS.md#knobs), [site](https://example.org/x)\n"
     )
     code = code_of(page)

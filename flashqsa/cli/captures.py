@@ -17,7 +17,7 @@ from torch import Tensor
 from flashqsa import capture, pipeline
 from flashqsa.capture import Captured, Noted, decision_as_json
 from flashqsa.check import check_pin
-from flashqsa.cli import memory
+from flashqsa.cli import process
 from flashqsa.cli import stats as figures
 from flashqsa.cli.engine import Generation, RouteTally, chunks
 from flashqsa.cli.prompt import read_prompt
@@ -58,7 +58,7 @@ def make_calls(source: Source, watch: Watch) -> str:
             raise UserError(f"{option}: wanted at least 1; got {value}")
     if source.threads is not None:
         torch.set_num_threads(source.threads)
-    memory.keep_freed_memory()
+    process.keep_freed_memory()
     return _preset_calls(source, watch) if source.case is None else _case_calls(source.case, watch)
 
 
@@ -145,7 +145,7 @@ def replay(folder: Path, again: Again, screen: Screen, json_target: str | None) 
             raise UserError(f"{option}: wanted at least {least}; got {value}")
     if again.threads is not None:
         torch.set_num_threads(again.threads)
-    memory.keep_freed_memory()
+    process.keep_freed_memory()
     route, times = again.route, again.times
     check_pin(route)
     call = load_one(folder)

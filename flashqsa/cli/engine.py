@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from flashqsa import capture
 from flashqsa.capture import Noted
-from flashqsa.cli import memory
+from flashqsa.cli import process
 from flashqsa.cli.show import UserError
 from flashqsa.route import Decision
 
@@ -241,8 +241,8 @@ def generate(
     indexers  what times the indexers of the prefill
     between   called once, between prefill and decode
     """
-    memory.reset_peak()
-    before = memory.resident_bytes()
+    process.reset_peak()
+    before = process.resident_bytes()
     run, layers = Generation(model), Stopwatch(sparse_layers)
     times: list[float] = []
     with layers.running(), indexers.running():
@@ -264,7 +264,7 @@ def generate(
         indexer_s=indexers.seconds,
         new_tokens=len(run.produced),
         decode_s=decode_s,
-        peak_extra_bytes=max(memory.peak_bytes() - before, 0),
+        peak_extra_bytes=max(process.peak_bytes() - before, 0),
     )
     return run.produced, timing
 

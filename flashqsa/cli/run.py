@@ -15,7 +15,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskProgressC
 from flashqsa import knobs
 from flashqsa.capture import decision_as_json, listening
 from flashqsa.check import check_pin
-from flashqsa.cli import memory
+from flashqsa.cli import process
 from flashqsa.cli.compare import (
     CUT_TOLERANCE,
     LOGIT_TOLERANCE,
@@ -92,7 +92,7 @@ def run(job: Job, screen: Screen, json_target: str | None) -> int:
     _check(job)
     if job.threads is not None:
         torch.set_num_threads(job.threads)
-    kept = memory.keep_freed_memory()
+    kept = process.keep_freed_memory()
     loaded = load(job.model, job.preset, job.dtype, job.seed)
     prompt = read_prompt(job.prompt, job.tokens, loaded.encode)
     screen.line(

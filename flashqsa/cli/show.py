@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from flashqsa import __version__
+from flashqsa.cli.process import let_threads_sleep
 
 PIPE_WIDTH = 140
 """Columns of a table that is not shown on a terminal."""
@@ -115,6 +116,7 @@ def log_lines(screen: Screen, *, verbose: bool = False) -> Iterator[None]:
 
 def carried_out(json_target: str | None, work: Callable[[Screen], int]) -> int:
     """Runs a command's work and turns the errors that a user can put right into one line and an exit code."""
+    let_threads_sleep()
     from flashqsa.capture import CaptureError
     from flashqsa.check import InputError
     from flashqsa.knobs import KnobError

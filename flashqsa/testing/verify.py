@@ -11,9 +11,10 @@ from torch import Tensor
 from flashqsa import pipeline, reference
 from flashqsa.route import NoRouteError
 from flashqsa.testing import compare
+from flashqsa.testing.calls import attention_failures, pick_rows, selection_failure
 from flashqsa.testing.cases import Case
 from flashqsa.testing.inputs import Inputs, build, fill_unwritten, relocate
-from flashqsa.values import Scores, Selection
+from flashqsa.values import Selection
 
 DISTURBANCES: dict[str, Callable[[Inputs], Inputs]] = {
     "a second call": lambda inputs: inputs,
@@ -98,7 +99,7 @@ def verify_case(case: Case, device: torch.device | str = "cpu", route: str | Non
         failures.append(None if difference is None else f"{difference} of qsa_attention is not that of its two halves")
         failures.append(_selection_failure(inputs, outcome.selection))
     attention, error = _attention_failures(inputs, outcome)
-    found = tuple(failure for failure in failures + attention if failure is not None)
+    found = tuple(failure for failure in (*failures, *attention) if failure is not None)
     return CaseResult(case, calls.routes, None, found, error)
 
 
@@ -144,26 +145,21 @@ class _Calls:
 
 def _selection_failure(inputs: Inputs, got: Selection) -> str | None:
     arguments = (inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec)
-    exact = reference.score(*arguments)
-    top_blocks = inputs.spec.top_blocks
     if inputs.case.exact_scores:
-        wanted = reference.topk(Scores(exact.values.float(), exact.visible), top_blocks)
-        return compare.same_selection(got, wanted)
-    low = reference.score(*arguments, precision=torch.float32)
-    return compare.selection_within_tolerance(got, exact, top_blocks, compare.score_tolerance(low, exact))
+        return compare.same_selection(got, reference.select_blocks(*arguments))
+    return selection_failure(got, *arguments, pick_rows(inputs.rows, 0))
 
 
-def _attention_failures(inputs: Inputs, outcome: _Outcome) -> tuple[list[str | None], float]:
+def _attention_failures(inputs: Inputs, outcome: _Outcome) -> tuple[list[str], float]:
     """What is wrong with the attention on its own selection, and its largest error as a share of the allowed."""
-    arguments = (inputs.q, inputs.kv_cache, outcome.selection, inputs.rows, inputs.spec)
-    exact, lse = reference.attend(*arguments)
-    if inputs.gate is not None:
-        exact = exact * torch.sigmoid(inputs.gate.double())
-    low, low_lse = reference.sparse_attention(*arguments, inputs.gate, precision=torch.float32)
-    failures = [
-        compare.attention_within_tolerance(outcome.output, low, exact),
-        compare.lse_within_tolerance(outcome.lse, lse, low_lse),
-    ]
-    allowed = compare.attention_tolerance(low, exact)
-    error = compare.attention_error(outcome.output, exact)[allowed > 0] / allowed[allowed > 0]
-    return failures, float(error.max()) if error.numel() else 0.0
+    return attention_failures(
+        outcome.output,
+        outcome.lse,
+        inputs.q,
+        inputs.kv_cache,
+        outcome.selection,
+        inputs.rows,
+        inputs.spec,
+        inputs.gate,
+        pick_rows(inputs.rows, 0),
+    )
