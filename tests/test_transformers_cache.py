@@ -222,6 +222,7 @@ def test_a_store_grows_seldom_and_keeps_what_it_holds(fast: Any) -> None:
         store = paged(cache)[0].store
         assert store is not None
         capacities.append(store.capacity)
+        assert store.nbytes == sum(held.nbytes for held in vars(store).values() if isinstance(held, Tensor))
     assert sorted(set(capacities)) == [64, 320, 576, 832]
     assert (torch.cat(found, 1) - want).abs().max() <= CLOSE
 

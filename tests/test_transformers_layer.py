@@ -10,13 +10,21 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
 
 from flashqsa import QsaSpec, Selection, pipeline
-from flashqsa.integrations.transformers import FlashQsaAttention, MaskMismatchError, enable, hand_overs, spec_of
+from flashqsa.integrations.transformers import (
+    FlashQsaAttention,
+    MaskMismatchError,
+    disable,
+    enable,
+    hand_overs,
+    spec_of,
+)
 from flashqsa.integrations.transformers import handover as handover_module
 from tests.transformers_tiny import (
     Choice,
@@ -185,6 +193,50 @@ def test_a_padded_request_equals_its_unpadded_run(models: tuple[Any, Any]) -> No
         alone = logits(fast, ids[request : request + 1, longest - length :])[0]
         assert (got[request, longest - length :] - alone[:-1]).abs().max() <= 1e-5
         assert (step[request, 0] - alone[-1]).abs().max() <= 1e-5
+
+
+def test_long_padded_requests_equal_their_unpadded_runs() -> None:
+    """More than 512 blocks of the released budget, pads of 1, 2, 3 and 500, and a step after them."""
+    model, _, _ = one_layer(indexer_budget=2048)
+    longest, pads = 2600, (1, 2, 3, 500)
+    ids = tokens(4, longest)
+    mask = padding(4, longest, {request: slice(0, pad) for request, pad in enumerate(pads)})
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    cache = DynamicCache(config=model.config)
+    got = logits(model, ids[:, :-1], attention_mask=mask[:, :-1], position_ids=positions[:, :-1], past_key_values=cache)
+    step = logits(model, ids[:, -1:], attention_mask=mask, position_ids=positions[:, -1:], past_key_values=cache)
+    for request, pad in enumerate(pads):
+        alone = logits(model, ids[request : request + 1, pad:], use_cache=False)[0]
+        assert (got[request, pad:] - alone[:-1]).abs().max() <= 1e-5
+        assert (step[request, 0] - alone[-1]).abs().max() <= 1e-5
+
+
+class Largest(TorchDispatchMode):
+    """Notes the most elements any tensor has that an operator makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = func(*args, **(kwargs or {}))
+        for tensor in made if isinstance(made, (tuple, list)) else (made,):
+            if isinstance(tensor, Tensor):
+                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+        return made
+
+
+def test_nothing_as_large_as_rows_by_keys_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FLASHQSA_WORKSPACE_MIB", "1")
+    model, _, _ = one_layer()
+    length = 2400
+    ids, mask = tokens(1, length), padding(1, length, {0: slice(0, 2)})
+    with torch.no_grad(), Largest() as largest:
+        model(ids, attention_mask=mask, logits_to_keep=1)
+    assert largest.elements < length * length // 4  # not even as rows by blocks
+    with torch.no_grad(), Largest() as largest:
+        disable(model)(ids[:, :200], attention_mask=mask[:, :200], logits_to_keep=1)
+    assert largest.elements >= 200 * 200
 
 
 def test_tokens_that_share_a_position_are_still_tokens(models: tuple[Any, Any]) -> None:
