@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from flashqsa.kernels.cpu.paging import FP8_UNIT, Buffer, Pool, pages_of
+from flashqsa.kernels.cpu.paging import FP8_UNIT, Buffer, Ints, Pool, pages_of
 from flashqsa.plan import AttendPlan
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows, Worklist
 
@@ -63,12 +63,10 @@ class _Attend:
         self.spec = spec
         self.q = q.detach().view(rows.count, spec.kv_heads, spec.heads_per_kv_head, spec.head_dim)
         self.position = rows.position.numpy().astype(np.int64)
-        self.block = work.block.numpy().astype(np.int64)
-        self.mask = work.row_mask.numpy()
+        self.block, self.mask = work.block.numpy(), work.row_mask.numpy()
         sizes, entries = np.diff(work.group_rows.numpy()), np.diff(work.group_entries.numpy())
-        request = np.repeat(rows.request.numpy()[work.group_rows.numpy()[:-1]].astype(np.int64), entries)
-        self.page = pages_of(kv_cache.page_table, request, self.block * block_tokens, kv_cache.page_tokens)
-        self.block_in_page = self.block % (kv_cache.page_tokens // block_tokens)
+        self.request = rows.request.numpy()
+        self.page_table, self.page_tokens = kv_cache.page_table, kv_cache.page_tokens
         self.k_factor, self.v_factor = _factors(kv_cache, spec)
         self.keys, self.values = (Pool(tensor, block_tokens) for tensor in (kv_cache.keys, kv_cache.values))
         self.tile = max(min(plan.config.tile_tokens // block_tokens, int(entries.max())), 1)
@@ -112,11 +110,12 @@ class _Attend:
         past = (int(self.block[end - 1]) + 1) * spec.block_tokens - 1 - int(self.position[stop - 1])
         tokens = (end - begin) * spec.block_tokens - max(past, 0)
         bounds = self._bounds(start, stop, begin, end, tokens)
+        place = self._place(int(self.request[start]), self.block[begin:end].astype(np.int64))
         lines, out = queries.flatten(1, 2), products.flatten(1, 2)
         logits = self.logits[: count * spec.q_heads * tokens].view(spec.kv_heads, -1, tokens)
         step = self.tile * spec.block_tokens
         for at in range(0, tokens, step):
-            keys = self._tile(self.keys, begin, end, at, min(at + step, tokens), bounds)
+            keys = self._tile(self.keys, place, at, min(at + step, tokens), bounds)
             torch.bmm(lines, keys.transpose(1, 2), out=logits[:, :, at : at + keys.shape[1]])
         by_row = logits.view(spec.kv_heads, count, -1, tokens)
         if bounds.bias is not None:
@@ -126,18 +125,26 @@ class _Attend:
         # The greatest probability is 1 / (sum of exp(logit - greatest logit)).
         part_lse = greatest.sub_(torch.amax(by_row, -1).log_())
         for at in range(0, tokens, step):
-            values = self._tile(self.values, begin, end, at, min(at + step, tokens), bounds)
+            values = self._tile(self.values, place, at, min(at + step, tokens), bounds)
             torch.baddbmm(out, logits[:, :, at : at + values.shape[1]], values, beta=float(at > 0), out=out)
         if bounds.idle is not None:
             part_lse[:, bounds.idle] = float("-inf")
             products[:, bounds.idle] = 0.0
         return part_lse
 
-    def _tile(self, pool: Pool, begin: int, end: int, start: int, stop: int, bounds: _Bounds) -> Tensor:
-        """Keys or values of tokens `start .. stop` of a span: [kv_heads, tokens, head_dim], 0 where unattended."""
-        first = begin + start // self.spec.block_tokens
-        last = min(first + self.tile, end)
-        found = pool.read(self.page[first:last], self.block_in_page[first:last], self.buffer)[:, : stop - start]
+    def _place(self, request: int, block: Ints) -> tuple[Ints, Ints]:
+        """Page of each block of a request, and which of the page's blocks it is."""
+        page_blocks = self.page_tokens // self.spec.block_tokens
+        return pages_of(self.page_table, request, block, page_blocks), block % page_blocks
+
+    def _tile(self, pool: Pool, place: tuple[Ints, Ints], start: int, stop: int, bounds: _Bounds) -> Tensor:
+        """Keys or values of tokens `start .. stop` of a span: [kv_heads, tokens, head_dim], 0 where unattended.
+
+        place  page of each of the span's blocks, and which of the page's blocks it is
+        """
+        page, block_in_page = place
+        first, last = start // self.spec.block_tokens, -(-stop // self.spec.block_tokens)
+        found = pool.read(page[first:last], block_in_page[first:last], self.buffer)[:, : stop - start]
         for token in bounds.unattended:
             if start <= token < stop:
                 found[:, token - start] = 0.0
@@ -154,15 +161,16 @@ class _Attend:
         if open_from == end - begin and bool((words == _everyone(count)).all()):
             return _Bounds()
         # Little-endian words: bit i is bit i % 8 of byte i // 8.
-        bits = np.unpackbits(words.astype("<i8").view(np.uint8).reshape(-1, 8), axis=1, bitorder="little")
-        attends = np.ascontiguousarray(bits[:, :count].T).view(np.bool_)
+        octets = words.astype("<i8").view(np.uint8).reshape(-1, 8)[:, : -(-count // 8)]
+        bits = np.unpackbits(octets, axis=1, count=count, bitorder="little")
+        attends = np.ascontiguousarray(bits.T).view(np.bool_)
         by_entry = torch.from_numpy(np.where(attends, np.float32(0), np.float32(-np.inf)))
         bias = self.bias[: count * (end - begin) * block_tokens].view(count, end - begin, block_tokens)
         bias.copy_(by_entry[:, :, None].expand_as(bias))
         flat = bias.view(count, -1)
         unattended: tuple[int, ...] = ()
         if open_from < end - begin:
-            token = (block[open_from:, None] * block_tokens + np.arange(block_tokens)).reshape(-1)
+            token = (block[open_from:, None] * np.int64(block_tokens) + np.arange(block_tokens)).reshape(-1)
             last_part = flat[:, open_from * block_tokens :].numpy()
             last_part[token > at[:, None]] = -np.inf
             nobody = np.flatnonzero(np.isneginf(last_part).all(axis=0)) + open_from * block_tokens

@@ -11,6 +11,7 @@ from flashqsa.kernels.cpu.paging import Ints, pages_of, request_runs
 from flashqsa.plan import AttendPlan
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection, Worklist
 
+Ids = npt.NDArray[np.int32]
 Words = npt.NDArray[np.uint64]
 
 
@@ -28,14 +29,14 @@ def worklist(selection: Selection | None, rows: Rows, spec: QsaSpec, kv_cache: K
     position = rows.position.numpy().astype(np.int64)
     group_stops: list[int] = []
     group_entries: list[int] = [0]
-    blocks: list[Ints] = []
-    masks: list[Words] = []
+    blocks: list[Ids] = [np.empty(0, np.int32)]
+    masks: list[Words] = [np.empty(0, np.uint64)]
     for run in request_runs(rows):
         present = _present(kv_cache, run.request, int(position[run.stop - 1]), spec) if run.request >= 0 else None
         for start in range(run.start, run.stop, largest):
             stop = min(start + largest, run.stop)
             if present is None:
-                pieces = [(stop - start, np.empty(0, np.int64), np.empty(0, np.uint64))]
+                pieces = [(stop - start, blocks[0], masks[0])]
             else:
                 block, mask = _window(selection, position, start, stop, present, spec)
                 pieces = _split(block, mask, stop - start, config, spec)
@@ -49,8 +50,8 @@ def worklist(selection: Selection | None, rows: Rows, spec: QsaSpec, kv_cache: K
     return Worklist(
         torch.tensor([0, *group_stops], dtype=torch.int64),
         torch.tensor(group_entries, dtype=torch.int64),
-        torch.from_numpy(np.concatenate([np.empty(0, np.int64), *blocks]).astype(np.int32)),
-        torch.from_numpy(np.concatenate([np.empty(0, np.uint64), *masks]).view(np.int64)),
+        torch.from_numpy(np.concatenate(blocks)),
+        torch.from_numpy(np.concatenate(masks).view(np.int64)),
     )
 
 
@@ -67,7 +68,7 @@ def _window(
     stop: int,
     present: npt.NDArray[np.bool_],
     spec: QsaSpec,
-) -> tuple[Ints, Words]:
+) -> tuple[Ids, Words]:
     """Union of the blocks of rows `start .. stop` of one request, and which of them attend to each."""
     at = position[start:stop]
     if selection is None:
@@ -75,7 +76,7 @@ def _window(
         # Positions ascend, so the rows that reach a block are the last ones.
         unreached = np.searchsorted(at, block * spec.block_tokens).astype(np.uint64)
         everyone = np.uint64((1 << (stop - start)) - 1)
-        return block, everyone >> unreached << unreached
+        return block.astype(np.int32), everyone >> unreached << unreached
     bits = np.zeros(present.shape[0], dtype=np.uint64)
     chosen, count = selection.blocks.numpy(), selection.count.numpy()
     for index in range(stop - start):
@@ -84,12 +85,12 @@ def _window(
         if (at[index] + 1) % spec.block_tokens:
             bits[at[index] // spec.block_tokens] |= bit
     block = np.flatnonzero((bits != 0) & present)
-    return block, bits[block]
+    return block.astype(np.int32), bits[block]
 
 
-def _split(block: Ints, mask: Words, count: int, config: AttendConfig, spec: QsaSpec) -> list[tuple[int, Ints, Words]]:
+def _split(block: Ids, mask: Words, count: int, config: AttendConfig, spec: QsaSpec) -> list[tuple[int, Ids, Words]]:
     """Cuts a window into groups: rows, blocks and masks of each."""
-    pieces: list[tuple[int, Ints, Words]] = []
+    pieces: list[tuple[int, Ids, Words]] = []
     for first, size in choose_groups(mask, count, config, spec):
         rows = min(size, count - first)
         if rows == count:
