@@ -203,9 +203,8 @@ def verify(
     def work(screen: show.Screen) -> int:
         from flashqsa.cli.verify import Selected, list_cases, verify
 
-        if list_only:
-            return list_cases(screen, json_target)
-        return verify(Selected(device, tuple(case or ()), tag, route, verbose), screen, json_target)
+        selected = Selected(device, tuple(case or ()), tag, route, verbose)
+        return list_cases(selected, screen, json_target) if list_only else verify(selected, screen, json_target)
 
     raise typer.Exit(show.carried_out(json_target, work))
 

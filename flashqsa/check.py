@@ -29,6 +29,9 @@ from flashqsa.values import (
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
+MAX_SCALE = 2.0**100
+"""Largest FP8 scale: kernels fold it with other factors in FP32, which must not overflow."""
+
 
 class InputError(ValueError):
     """An argument that cannot be served: which one, what was wanted, and what came.
@@ -84,12 +87,12 @@ def _scale(argument: str, scale: object, dtype: torch.dtype, heads: int | None, 
         raise InputError(argument, "a scale for an FP8 cache", "none")
     if isinstance(scale, Tensor) and heads is not None:
         _tensor(argument, scale, ("kv_heads",), (torch.float32,), device, (heads,))
-        if device.type == "cpu" and not bool(torch.isfinite(scale).all() and (scale > 0).all()):
-            raise InputError(argument, "finite positive scales", scale.tolist())
+        if device.type == "cpu" and not bool(((scale > 0) & (scale <= MAX_SCALE)).all()):
+            raise InputError(argument, f"positive scales, at most {MAX_SCALE:g}", scale.tolist())
     elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise InputError(argument, "a float" + (" or [kv_heads] float32" if heads else ""), type(scale).__name__)
-    elif not math.isfinite(scale) or scale <= 0:
-        raise InputError(argument, "a finite positive scale", scale)
+    elif not 0 < scale <= MAX_SCALE:
+        raise InputError(argument, f"a positive scale, at most {MAX_SCALE:g}", scale)
 
 
 def check_spec(spec: QsaSpec) -> QsaSpec:
@@ -219,8 +222,10 @@ def check_selection(selection: Selection | None, rows: Rows, spec: QsaSpec) -> S
     return selection
 
 
-def check_plan(plan: Plan | None, rows: Rows, requests: int, spec: QsaSpec, route: str | None) -> Plan | None:
-    """The plan, or InputError when it was made for another batch, or when a route is named beside it."""
+def check_plan(
+    plan: Plan | None, rows: Rows, requests: int, spec: QsaSpec, route: str | None, selection_given: bool
+) -> Plan | None:
+    """The plan, or InputError: made for another batch, for no selection where one is given, or beside a named route."""
     if plan is None:
         return None
     if not isinstance(plan, Plan):
@@ -232,15 +237,22 @@ def check_plan(plan: Plan | None, rows: Rows, requests: int, spec: QsaSpec, rout
         wanted = f"a plan of {rows.count} rows of {requests} requests, positions to {rows.max_position}, for {spec}"
         got = f"one of {call.rows} rows of {call.requests} requests, positions to {call.max_position}, for {call.spec}"
         raise InputError("plan", wanted, got)
+    if selection_given and plan.attend_decision.route.mode == "dense":
+        raise InputError("plan", "one made with selection_given=True, since a selection is given", "a dense one")
     return plan
 
 
 def check_pin(route: str | None) -> str | None:
-    """The pinned route, from the argument or FLASHQSA_ROUTE; InputError for a name no route has."""
-    pin = route if route is not None else (knobs.ROUTE.read() or None)
-    if pin is not None and pin not in PINS:
-        raise InputError("route", f"one of {', '.join(sorted(PINS))}", repr(pin))
-    return pin
+    """The pinned route, from the argument or FLASHQSA_ROUTE; InputError or KnobError for a name no route has."""
+    wanted = f"one of {', '.join(sorted(PINS))}"
+    if route is None:
+        pin = knobs.ROUTE.read()
+        if pin and pin not in PINS:
+            raise knobs.KnobError(f"{knobs.ROUTE.name}: wanted {wanted}; got {pin!r}")
+        return pin or None
+    if not isinstance(route, str) or route not in PINS:
+        raise InputError("route", wanted, repr(route))
+    return route
 
 
 def wants_value_checks(check_values: bool | None, device: torch.device) -> bool:

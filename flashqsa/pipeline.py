@@ -24,12 +24,14 @@ def plan_batch(
     index_cache: IndexCache | None = None,
     kv_cache: KvCache | None = None,
     q_dtype: torch.dtype | None = None,
+    selection_given: bool = True,
     route: str | None = None,
 ) -> Plan:
     """Routes and sizes for a batch, to be passed as `plan=` to every layer's call.
 
     Takes the caches (one of them at least) for their dtype, page size and number of requests. `q_dtype` defaults to the
-    cache's dtype. Raises InputError, NoRouteError, KnobError.
+    cache's dtype. With `selection_given=False` the plan is for `qsa_attention`, or for `sparse_attention` without a
+    Selection, and may take the dense route. Raises InputError, NoRouteError, KnobError.
     """
     check.check_spec(spec)
     cache = check.check_any_cache(kv_cache, index_cache)
@@ -39,7 +41,7 @@ def plan_batch(
         check.check_index_cache(index_cache, spec, device, rows.max_position)
     if kv_cache is not None:
         check.check_kv_cache(kv_cache, spec, device, rows.max_position)
-    call = _call(rows, spec, cache, check.check_q_dtype(q_dtype))
+    call = _call(rows, spec, cache, check.check_q_dtype(q_dtype), selection_given)
     return make_plan(call, facts_of(device), check.check_pin(route))
 
 
@@ -66,7 +68,7 @@ def select_blocks(
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
-    plan = _plan(plan, rows, spec, index_cache, index_q.dtype, route)
+    plan = _plan(plan, rows, spec, index_cache, index_q.dtype, route, selection_given=False)
     capture.note("select_blocks", spec, rows, plan, index_q=index_q, index_cache=index_cache)
     chosen = _announced(plan, "select", rows)
     if chosen.mode == "reference":
@@ -104,12 +106,13 @@ def sparse_attention(
     gate        [rows, q_heads, head_dim] before its sigmoid; multiplies the rounded output in FP32
     return_lse  also return [rows, q_heads] FP32, the natural log-sum-exp of the scaled logits
 
-    Returns [rows, q_heads, head_dim] in q's dtype. A row that sees nothing has output 0 and lse -inf.
+    Returns [rows, q_heads, head_dim] in q's dtype. A row that sees nothing has output 0 and lse -inf. For inference:
+    no gradient is recorded.
 
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_kv_call(q, kv_cache, selection, rows, spec, gate, check_values)
-    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route)
+    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=selection is not None)
     capture.note("sparse_attention", spec, rows, plan, q=q, gate=gate, kv_cache=kv_cache, selection=selection)
     chosen = _announced(plan, "attend", rows)
     if chosen.mode == "reference":
@@ -137,11 +140,15 @@ def qsa_attention(
     route: str | None = None,
     check_values: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """`select_blocks`, then `sparse_attention` on its selection: arguments, results and errors are theirs."""
+    """`select_blocks`, then `sparse_attention` on its selection: arguments, results and errors are theirs.
+
+    Where no row sees more blocks than it may select, nothing is scored or selected, and only the holes of the KV cache
+    count: both caches are taken to have the same ones.
+    """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
     _check_kv_call(q, kv_cache, None, rows, spec, gate, check_values, selection_follows=True)
     check.check_requests(index_cache, kv_cache)
-    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route)
+    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=False)
     selection = None
     if plan.attend_decision.route.mode != "dense":
         selection = select_blocks(index_q, index_cache, rows, spec, plan=plan, check_values=False)
@@ -249,10 +256,25 @@ def _check_kv_call(
             check.check_selection_values(selection, rows, spec)
 
 
-def _call(rows: Rows, spec: QsaSpec, cache: IndexCache | KvCache, q_dtype: torch.dtype | None) -> Call:
+def _call(
+    rows: Rows,
+    spec: QsaSpec,
+    cache: IndexCache | KvCache,
+    q_dtype: torch.dtype | None,
+    selection_given: bool,
+) -> Call:
     page_tokens = cache.page_tokens if isinstance(cache, KvCache) else cache.page_blocks * spec.block_tokens
     cache_dtype = cache.keys.dtype
-    return Call(spec, rows.count, cache.requests, rows.max_position, q_dtype or cache_dtype, cache_dtype, page_tokens)
+    return Call(
+        spec,
+        rows.count,
+        cache.requests,
+        rows.max_position,
+        q_dtype or cache_dtype,
+        cache_dtype,
+        page_tokens,
+        selection_given,
+    )
 
 
 def _plan(
@@ -262,11 +284,15 @@ def _plan(
     cache: IndexCache | KvCache,
     q_dtype: torch.dtype,
     route: str | None,
+    *,
+    selection_given: bool,
 ) -> Plan:
-    given = check.check_plan(plan, rows, cache.requests, spec, route)
+    given = check.check_plan(plan, rows, cache.requests, spec, route, selection_given)
     if given is not None:
         return given
-    return make_plan(_call(rows, spec, cache, q_dtype), facts_of(rows.request.device), check.check_pin(route))
+    return make_plan(
+        _call(rows, spec, cache, q_dtype, selection_given), facts_of(rows.request.device), check.check_pin(route)
+    )
 
 
 def _announced(plan: Plan, stage: str, rows: Rows) -> Route:

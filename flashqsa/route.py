@@ -37,6 +37,7 @@ class Call:
 
     rows, requests, max_position  as in `Rows` and the caches' page tables
     q_dtype, cache_dtype          storage dtypes; `cache_dtype` is the index cache's for the select stage
+    selection_given               whether attention reads a Selection, which may hold less than all that a row sees
 
     >>> call = Call(QsaSpec(), rows=8192, requests=1, max_position=8191)
     >>> call.rows_per_request
@@ -50,6 +51,7 @@ class Call:
     q_dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
     page_tokens: int = 64
+    selection_given: bool = False
 
     @property
     def rows_per_request(self) -> float:
@@ -132,6 +134,12 @@ def _only_below_budget(call: Call) -> str | None:
     return f"rows see up to {visible} blocks and select {call.spec.top_blocks}"
 
 
+def _only_without_selection(call: Call) -> str | None:
+    if not call.selection_given:
+        return _only_below_budget(call)
+    return _only_below_budget(call) or "a selection is given, and dense attends to every visible block"
+
+
 def _needs_neighbours(call: Call) -> str | None:
     if call.rows > call.requests:
         return None
@@ -148,7 +156,7 @@ SELECT_CANDIDATES = (
     Candidate(Route("select", "reference", "reference"), _only_when_pinned),
 )
 ATTEND_CANDIDATES = (
-    Candidate(Route("attend", "dense", "cpu"), _only_below_budget),
+    Candidate(Route("attend", "dense", "cpu"), _only_without_selection),
     Candidate(Route("attend", "grouped", "cpu"), _needs_neighbours),
     Candidate(Route("attend", "xqa", "cpu"), _always),
     Candidate(Route("attend", "reference", "reference"), _only_when_pinned),

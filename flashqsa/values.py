@@ -138,14 +138,22 @@ class Rows:
     ) -> Rows:
         """Rows of requests whose last `query_lengths[r]` of `context_lengths[r]` tokens are the queries.
 
-        `pad_to` appends padding up to that many rows. A request may have zero rows.
+        `pad_to` appends padding up to that many rows. A request may have zero rows. Raises ValueError for lengths that
+        do not pair up, more queries than tokens, or more rows than `pad_to`.
         """
+        if len(query_lengths) != len(context_lengths):
+            raise ValueError(f"wanted as many contexts as queries; got {len(query_lengths)}, {len(context_lengths)}")
+        if any(not 0 <= q <= c for q, c in zip(query_lengths, context_lengths, strict=True)):
+            pairs = list(zip(query_lengths, context_lengths, strict=True))
+            raise ValueError(f"wanted 0 <= queries <= context tokens in each request; got {pairs}")
+        if pad_to is not None and pad_to < sum(query_lengths):
+            raise ValueError(f"pad_to: wanted at least the {sum(query_lengths)} rows; got {pad_to}")
         request: list[Tensor] = []
         position: list[Tensor] = []
         for index, (queries, context) in enumerate(zip(query_lengths, context_lengths, strict=True)):
             request.append(torch.full((queries,), index, dtype=torch.int32))
             position.append(torch.arange(context - queries, context, dtype=torch.int32))
-        padding = max(0, (pad_to or 0) - sum(query_lengths))
+        padding = 0 if pad_to is None else pad_to - sum(query_lengths)
         for parts in (request, position):
             parts.append(torch.full((padding,), -1, dtype=torch.int32))
         reached = [c for q, c in zip(query_lengths, context_lengths, strict=True) if q > 0]
@@ -155,11 +163,17 @@ class Rows:
     def from_tensors(request: Tensor, position: Tensor, max_position: int | None = None) -> Rows:
         """Rows from an engine's own tensors, any integer dtype, converted to int32.
 
-        Without `max_position` it is read from `position`, which synchronises with a GPU.
+        Without `max_position` it is read from `position`, which synchronises with a GPU. Numbers beyond int32 become
+        its nearest, which no call serves. Raises ValueError for other dtypes.
         """
+        for name, tensor in (("request", request), ("position", position)):
+            if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
+                raise ValueError(f"{name}: wanted an integer dtype; got {tensor.dtype}")
         if max_position is None:
             max_position = int(position.max()) if position.numel() else -1
-        return Rows(request.to(torch.int32), position.to(torch.int32), max(int(max_position), -1))
+        limits = torch.iinfo(torch.int32)
+        request, position = (t.clamp(limits.min, limits.max).to(torch.int32) for t in (request, position))
+        return Rows(request, position, max(int(max_position), -1))
 
     @property
     def count(self) -> int:
@@ -367,19 +381,24 @@ class Selection:
 
     @staticmethod
     def from_token_table(table: Tensor, rows: Rows, spec: QsaSpec, *, count_column: bool = False) -> Selection:
-        """The selection behind an engine's token table; -1 entries may stand anywhere, order does not matter.
+        """The selection behind an engine's token table [rows, any width] of an integer dtype, in any order.
 
-        A block counts as selected when its first token is in the table; the tail is implied by the row's position.
+        Entries of -1 are passed over. With `count_column` the last column says how many of the first entries are read.
+        A block is selected when its first token is in the table, once or more often; the tail is implied by the row's
+        position. Where a row names more than `top_blocks` blocks, `count` says how many, and no call takes it.
         """
-        tokens = table[:, : spec.selection_width]
+        tokens = table
         if count_column:
+            tokens = table[:, :-1]
             column = torch.arange(tokens.shape[1], device=table.device)
             tokens = torch.where(column < table[:, -1:], tokens, -1)
         complete = (rows.visible_blocks(spec) * spec.block_tokens)[:, None]
         starts = (tokens >= 0) & (tokens % spec.block_tokens == 0) & (tokens < complete)
-        blocks = torch.where(starts, tokens // spec.block_tokens, torch.iinfo(torch.int32).max)
+        nothing = torch.iinfo(torch.int32).max
+        blocks = torch.where(starts, tokens // spec.block_tokens, nothing).sort(dim=1).values
+        blocks[:, 1:][blocks[:, 1:] == blocks[:, :-1]] = nothing
+        count = (blocks < nothing).sum(dim=1, dtype=torch.int32)
         blocks = blocks.sort(dim=1).values[:, : spec.top_blocks]
-        count = starts.sum(dim=1, dtype=torch.int32)
         chosen = torch.arange(blocks.shape[1], device=table.device) < count[:, None]
         blocks = torch.where(chosen, blocks, -1).to(torch.int32)
         if blocks.shape[1] < spec.top_blocks:

@@ -340,9 +340,9 @@ def test_scales(call: PublicCall, path: str) -> None:
     call.function(**fp8)
     error = refused(call, changed(fp8, path, to(None)))
     assert (error.argument, error.wanted, error.got) == (path, "a scale for an FP8 cache", "none")
-    for bad in (0.0, -1.0, math.inf, math.nan):
+    for bad in (0.0, -1.0, math.inf, math.nan, 1e38):
         error = refused(call, changed(fp8, path, to(bad)))
-        assert (error.argument, error.wanted, error.got) == (path, "a finite positive scale", str(bad))
+        assert (error.argument, error.wanted, error.got) == (path, "a positive scale, at most 1.26765e+30", str(bad))
     for other in ("1.0", True):
         error = refused(call, changed(fp8, path, to(other)))
         assert error.argument == path
@@ -357,8 +357,8 @@ def test_scales_per_head(path: str) -> None:
         (torch.ones(3), "shape [kv_heads] = [2]"),
         (torch.ones(2, 1), "1 dimensions [kv_heads]"),
         (torch.ones(2, dtype=torch.float64), "dtype float32"),
-        (torch.tensor([1.0, math.nan]), "finite positive scales"),
-        (torch.tensor([1.0, -2.0]), "finite positive scales"),
+        (torch.tensor([1.0, math.nan]), "positive scales, at most 1.26765e+30"),
+        (torch.tensor([1.0, -2.0]), "positive scales, at most 1.26765e+30"),
     ):
         error = refused(ATTEND, changed(fp8, path, to(bad)))
         assert (error.argument, error.wanted) == (path, wanted)
@@ -409,9 +409,11 @@ def test_a_route_that_does_not_exist(call: PublicCall, monkeypatch: pytest.Monke
     wanted = f"one of {', '.join(sorted(PINS))}"
     error = refused(call, {**call.arguments(), "route": "fast"})
     assert (error.argument, error.wanted, error.got) == ("route", wanted, "'fast'")
+    error = refused(call, {**call.arguments(), "route": ["xqa"]})
+    assert (error.argument, error.got) == ("route", "['xqa']")
     monkeypatch.setenv("FLASHQSA_ROUTE", "faster")
-    error = refused(call, call.arguments())
-    assert (error.argument, error.wanted, error.got) == ("route", wanted, "'faster'")
+    with pytest.raises(flashqsa.KnobError, match=r"FLASHQSA_ROUTE: wanted one of .*; got 'faster'"):
+        call.function(**call.arguments())
 
 
 @pytest.mark.parametrize("call", [SELECT, ATTEND, BOTH], ids=str)

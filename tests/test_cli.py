@@ -379,6 +379,10 @@ def test_verify_tells_of_a_pin_that_cannot_serve() -> None:
 
 
 def test_verify_lists_its_cases() -> None:
+    smoke = told(invoke("verify", "--list", "--tag", "smoke", "--json", "-"))["cases"]
+    assert smoke
+    assert all("smoke" in case["tags"] for case in smoke)
+    assert invoke("verify", "--device", "meta").exit_code == 2
     content = told(invoke("verify", "--list", "--json", "-"))
     assert {"decode-1", "prefill"} <= {case["name"] for case in content["cases"]}
     assert all(case["call"] for case in content["cases"])
@@ -465,6 +469,13 @@ def test_a_chunk_and_a_case_can_be_captured(tmp_path: Path) -> None:
     ]
     refused(invoke(*base, "--chunk-index", "7"), "--chunk-index: wanted 0 to 6; got 7")
     refused(invoke("capture", str(tmp_path), "--tokens", "0"), "--tokens: wanted at least 1")
+
+
+def test_replay_refuses_a_pin_of_the_other_stage(captured: Path) -> None:
+    for name, pin in (("select_blocks", "grouped"), ("sparse_attention", "plain")):
+        result = invoke("replay", str(captured / name), "--route", pin)
+        assert result.exit_code == 2
+        assert "--route: wanted one of the" in result.output
 
 
 def test_replay_refuses_what_is_no_capture(captured: Path, tmp_path: Path) -> None:

@@ -408,7 +408,7 @@ def test_recycled_bytes_change_nothing(name: str, pattern: str) -> None:
 def test_what_no_row_of_a_group_attends_to_may_hold_anything(dtype: torch.dtype) -> None:
     # Rows at 13, 14 and 30 of one group; tokens 15 and 20..27 belong to nobody's selection, nor does page 0.
     spec = spec_of(6, 2, 16, top_blocks=2)
-    rows = Rows.from_tensors(torch.zeros(3), torch.tensor([13, 14, 30]))
+    rows = Rows.from_tensors(torch.zeros(3, dtype=torch.int32), torch.tensor([13, 14, 30]))
     selection = Selection(
         torch.tensor([[0, 2], [1, -1], [0, 4]], dtype=torch.int32), torch.tensor([2, 1, 2], dtype=torch.int32)
     )
@@ -440,7 +440,7 @@ def test_what_no_row_of_a_group_attends_to_may_hold_anything(dtype: torch.dtype)
 def test_rows_that_select_nothing_are_zero_and_their_neighbours_are_not(group_rows: int) -> None:
     # Rows 0, 3 and 7 close a block, so without a selection they see nothing at all.
     inputs = build(Case("empty", (8,), (40,), spec_of(6, 1), gate=False))
-    rows = Rows.from_tensors(torch.zeros(8), torch.tensor([3, 4, 6, 11, 12, 20, 21, 23]))
+    rows = Rows.from_tensors(torch.zeros(8, dtype=torch.int32), torch.tensor([3, 4, 6, 11, 12, 20, 21, 23]))
     selection = select_locally(rows, inputs.spec, "equal")
     empty = torch.tensor([0, 3, 7])
     selection.blocks[empty], selection.count[empty] = -1, 0

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+import flashqsa
 from flashqsa import pipeline, reference
 from flashqsa.testing import compare, nasty
 from flashqsa.testing.cases import BF16, CASES, FP16, FP32, Case, named, spec_of
@@ -231,13 +232,35 @@ def test_below_the_budget_the_sparse_result_is_causal_attention(tokens: int) -> 
     )
     dense = attend(inputs, None, route="cpu:dense")
     assert_near(dense, (causal, lse))
-    for route in ("cpu:dense", "cpu:xqa") + (("cpu:grouped",) if inputs.rows.count > 1 else ()):
+    for route in ("cpu:xqa",) + (("cpu:grouped",) if inputs.rows.count > 1 else ()):
         assert_near(attend(inputs, selection, route=route), dense)
 
 
-def test_dense_attention_is_the_same_with_and_without_a_selection() -> None:
+def test_a_selection_is_attended_as_given_below_the_budget_too() -> None:
     inputs = build(named("100-tokens-model"))
-    assert_same_bits(attend(inputs, select(inputs)), attend(inputs, None))
+    chosen = select(inputs)
+    kept = torch.where(chosen.count > 1, 1, chosen.count)
+    blocks = torch.where(torch.arange(chosen.blocks.shape[1]) < kept[:, None], chosen.blocks, -1)
+    fewer = flashqsa.Selection(blocks, kept.to(torch.int32))
+    found = attend(inputs, fewer)
+    wanted = reference.sparse_attention(
+        inputs.q, inputs.kv_cache, fewer, inputs.rows, inputs.spec, inputs.gate, torch.float64
+    )
+    assert_near(found, wanted)
+    assert not torch.equal(found[0], attend(inputs, None)[0])
+    with pytest.raises(flashqsa.NoRouteError, match="cpu:dense: a selection is given"):
+        attend(inputs, fewer, route="dense")
+
+
+def test_a_dense_plan_is_not_for_a_given_selection() -> None:
+    inputs = build(named("100-tokens-model"))
+    plan = flashqsa.plan_batch(inputs.rows, inputs.spec, kv_cache=inputs.kv_cache, selection_given=False)
+    assert plan.attend_decision.route.mode == "dense"
+    flashqsa.sparse_attention(inputs.q, inputs.kv_cache, None, inputs.rows, inputs.spec, plan=plan)
+    with pytest.raises(flashqsa.InputError, match="plan: wanted one made with selection_given=True"):
+        flashqsa.sparse_attention(inputs.q, inputs.kv_cache, select(inputs), inputs.rows, inputs.spec, plan=plan)
+    plan = flashqsa.plan_batch(inputs.rows, inputs.spec, kv_cache=inputs.kv_cache)
+    assert plan.attend_decision.route.mode == "grouped"
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -372,6 +372,7 @@ def test_a_cropped_cache_goes_on_as_if_the_tokens_had_not_come(fast: Any, kind: 
     keep = min(tokens_to_remove, 80) if tokens_to_remove > 0 else 80 + tokens_to_remove
     forget_positions(cache, keep)
     assert int(cache.get_seq_length()) == keep
+    assert not any(layer.keys[:, :, keep:].any() for layer in cache.layers)
     new = tokens(2, 21, seed=9)
     want = logits(fast, torch.cat([ids[:, :keep], new], 1), use_cache=False)[:, keep:]
     assert (logits(fast, new, past_key_values=cache) - want).abs().max() <= CLOSE
@@ -382,6 +383,7 @@ def test_a_reset_cache_is_empty(fast: Any, kind: str) -> None:
     cache = new_cache(fast, kind)
     logits(fast, tokens(2, 50), attention_mask=padding(2, 50, {0: slice(0, 9)}), past_key_values=cache)
     cache.reset()
+    assert not any(layer.keys.any() for layer in cache.layers)
     forget_positions(cache, 0)
     assert int(cache.get_seq_length()) == 0
     ids = tokens(2, 45, seed=4)
@@ -423,6 +425,25 @@ def test_offloaded_layers_come_back_before_they_are_used(fast: Any, monkeypatch:
     got = logits(fast, ids[:, 40:], past_key_values=cache)
     assert calls == ["prefetch 1", "offload 0", "prefetch 2", "offload 1"]
     assert (got - logits(fast, ids, use_cache=False)[:, 40:]).abs().max() <= CLOSE
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "static"])
+def test_positions_that_are_kept_on_a_layer_follow_it(kind: str) -> None:
+    """From 5.23 on the stock model keeps the positions of a sequence on its first sparse layer."""
+    model = _bench_model()
+    bench = Bench(model, new_cache(model, kind), torch.empty(3, 0, 64), torch.empty(3, 0, dtype=torch.bool))
+    bench.append(20, [])
+    layer = bench.cache.layers[0]
+    positions = torch.arange(3 * 3 * 20).view(3, 3, 20)
+    layer.indexer_position_ids = positions
+    layer.crop(-4)
+    layer.reorder_cache(torch.tensor([2, 2, 0]))
+    assert torch.equal(layer.indexer_position_ids, positions[:, [2, 2, 0], :16])
+    layer.batch_repeat_interleave(2)
+    layer.batch_select_indices(torch.tensor([0, 5]))
+    assert torch.equal(layer.indexer_position_ids, positions[:, [2, 0], :16])
+    layer.reset()
+    assert layer.indexer_position_ids is None
 
 
 # -- what is refused

@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Iterator
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ pytest.importorskip("transformers")
 
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen4ExpConfig, Qwen4ExpForCausalLM, StaticCache
 from transformers import Qwen4ExpForConditionalGeneration as Multimodal
+from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
 from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
 
 from flashqsa import NoRouteError, QsaSpec
@@ -27,6 +29,7 @@ from flashqsa.integrations import transformers as integration
 from flashqsa.integrations.transformers import (
     FlashQsaAttention,
     FlashQsaLayer,
+    FlashQsaStaticLayer,
     UnsupportedModelError,
     UnsupportedTransformersError,
     disable,
@@ -52,8 +55,6 @@ from tests.transformers_tiny import (
     tokens,
     twin,
 )
-
-STOCK_FORWARD = modeling.Qwen4ExpTextAttention.forward
 
 
 @pytest.fixture
@@ -104,26 +105,39 @@ def test_enable_and_disable_is_a_round_trip(stock: Any) -> None:
     assert all("stock_attn_implementation" not in vars(layer) for layer in qsa_layers(model).values())
 
 
+@pytest.fixture
+def nothing_on() -> Iterator[None]:
+    """As if no layer of ours were alive; those that are come back afterwards, with what they need of Transformers."""
+    alive = list(layer_module.live_layers)
+    layer_module.live_layers.clear()
+    disable_globally()
+    yield
+    layer_module.live_layers.update(alive)
+    enable_globally()
+    disable_globally()
+
+
+@pytest.mark.usefixtures("nothing_on")
 def test_transformers_is_left_as_it_was_when_nothing_is_on() -> None:
-    script = """
-from transformers.cache_utils import DynamicIndexedLayer, StaticIndexedLayer
-from flashqsa.integrations.transformers import FlashQsaStaticLayer
-from tests.test_transformers_switch import *
-model = small()
-before = cache_kinds(model), modeling.Qwen4ExpTextAttention.forward
-assert before[0] == ({DynamicIndexedLayer}, {StaticIndexedLayer})
-enable(model)
-assert cache_kinds(model) == ({FlashQsaLayer}, {FlashQsaStaticLayer})
-other = enable(small())
-disable(model)
-assert cache_kinds(model) == ({FlashQsaLayer}, {FlashQsaStaticLayer})
-enable_globally()
-disable(other)
-assert cache_kinds(model) == ({FlashQsaLayer}, {FlashQsaStaticLayer})
-disable_globally()
-assert (cache_kinds(model), modeling.Qwen4ExpTextAttention.forward) == before
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, cwd=Path(__file__).parent.parent)
+    model, other = small(), small()
+    stock_kinds, our_kinds = (
+        ({DynamicIndexedLayer}, {StaticIndexedLayer}),
+        ({FlashQsaLayer}, {FlashQsaStaticLayer}),
+    )
+    stock_forward = modeling.Qwen4ExpTextAttention.forward
+    assert cache_kinds(model) == stock_kinds
+    enable(model)
+    enable(other)
+    assert cache_kinds(model) == our_kinds
+    disable(model)
+    assert cache_kinds(model) == our_kinds
+    enable_globally()
+    disable(other)
+    assert cache_kinds(model) == our_kinds
+    disable_globally()
+    assert cache_kinds(model) == stock_kinds
+    assert modeling.Qwen4ExpTextAttention.forward is stock_forward
+    assert stock_forward.__module__ == modeling.__name__
 
 
 def test_a_model_with_a_config_in_common_keeps_working(stock: Any) -> None:
@@ -304,22 +318,13 @@ def test_other_releases_are_refused_by_name(found: str, monkeypatch: pytest.Monk
         integration.enable  # noqa: B018
 
 
-def test_no_transformers_is_an_error_with_a_name() -> None:
-    script = """
-import sys
-sys.modules["transformers"] = None
-from importlib import metadata
-from flashqsa.integrations.transformers import UnsupportedTransformersError, versions
-def missing(name): raise metadata.PackageNotFoundError(name)
-versions.version = missing
-from flashqsa.integrations import transformers
-try:
-    transformers.enable
-except UnsupportedTransformersError as error:
-    print(error)
-"""
-    done = subprocess.run([sys.executable, "-c", script], check=True, capture_output=True, text=True)
-    assert done.stdout == "transformers: wanted >=5.16,<5.25; got none (pip install 'flashqsa[transformers]')\n"
+def test_no_transformers_is_an_error_with_a_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr(versions, "version", missing)
+    with pytest.raises(UnsupportedTransformersError, match=r"wanted >=5\.16,<5\.25; got none \(pip install"):
+        integration.enable  # noqa: B018
 
 
 def test_importing_the_integration_loads_neither_torch_nor_transformers() -> None:

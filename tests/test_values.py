@@ -94,12 +94,47 @@ def test_no_rows(queries: list[int], contexts: list[int]) -> None:
 
 
 def test_lengths_must_pair() -> None:
-    with pytest.raises(ValueError, match="zip"):
+    with pytest.raises(ValueError, match="as many contexts as queries; got 2, 1"):
         Rows.from_lengths([1, 2], [5])
 
 
-def test_padding_less_than_the_rows_there_are_adds_none() -> None:
-    assert Rows.from_lengths([3], [3], pad_to=2).count == 3
+@pytest.mark.parametrize(("queries", "context"), [(5, 3), (-1, 3)])
+def test_a_request_has_no_more_queries_than_tokens(queries: int, context: int) -> None:
+    with pytest.raises(ValueError, match="0 <= queries <= context"):
+        Rows.from_lengths([1, queries], [1, context])
+
+
+def test_metadata_of_other_dtypes_is_refused_or_kept_out_of_range() -> None:
+    whole = torch.tensor([0])
+    for other in (torch.tensor([3.9]), torch.tensor([True])):
+        with pytest.raises(ValueError, match="position: wanted an integer dtype"):
+            Rows.from_tensors(whole, other)
+        with pytest.raises(ValueError, match="request: wanted an integer dtype"):
+            Rows.from_tensors(other, whole)
+    # 2^32 + 3 must not come round as position 3.
+    assert Rows.from_tensors(whole, torch.tensor([2**32 + 3]), 5).position.tolist() == [2**31 - 1]
+
+
+def test_token_tables_may_be_wide_repeated_and_out_of_order() -> None:
+    spec = QsaSpec(top_blocks=3)
+    rows = Rows.from_lengths([1], [26])  # six blocks and a tail of two
+    wide = torch.full((1, 64), -1)
+    wide[0, 40:44] = torch.tensor([9, 8, 11, 10])
+    wide[0, 3:8] = torch.tensor([0, 1, 2, 3, 0])
+    wide[0, 60:62] = torch.tensor([24, 25])
+    found = Selection.from_token_table(wide, rows, spec)
+    assert (found.blocks.tolist(), found.count.tolist()) == ([[0, 2, -1]], [2])
+    counted = torch.cat([wide, torch.tensor([[8]])], dim=1)
+    found = Selection.from_token_table(counted, rows, spec, count_column=True)
+    assert (found.blocks.tolist(), found.count.tolist()) == ([[0, -1, -1]], [1])
+    # One block too many is not dropped in silence.
+    four = torch.arange(16)[None]
+    assert Selection.from_token_table(four, rows, spec).count.tolist() == [4]
+
+
+def test_padding_to_fewer_rows_than_there_are_is_refused() -> None:
+    with pytest.raises(ValueError, match="pad_to: wanted at least the 3 rows; got 2"):
+        Rows.from_lengths([3], [3], pad_to=2)
 
 
 def test_verify_rows_of_both_input_kinds() -> None:

@@ -25,6 +25,7 @@ from flashqsa.cli.run import enabled, load, route_rows
 from flashqsa.cli.show import FAILED, OK, Screen, UserError, log_lines, seconds, versions, write_json
 from flashqsa.cli.verify import chosen_cases
 from flashqsa.device import facts_of
+from flashqsa.route import CANDIDATES, Stage
 from flashqsa.testing.calls import attention_failures, pick_rows, selection_failure
 from flashqsa.testing.inputs import build
 from flashqsa.values import IndexCache, KvCache, Selection
@@ -149,6 +150,10 @@ def replay(folder: Path, again: Again, screen: Screen, json_target: str | None) 
     route, times = again.route, again.times
     check_pin(route)
     call = load_one(folder)
+    stage: Stage = "select" if call.function == "select_blocks" else "attend"
+    if route is not None and not any(candidate.route.answers_to(route) for candidate in CANDIDATES[stage]):
+        names = ", ".join(str(candidate.route) for candidate in CANDIDATES[stage])
+        raise UserError(f"--route: wanted one of the {stage} stage, {names}; got {route}")
     pin = route if route is not None else _captured_pin(call)
     tally = RouteTally()
     with log_lines(screen), capture.listening(tally):

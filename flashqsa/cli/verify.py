@@ -42,9 +42,10 @@ def chosen_cases(names: Sequence[str], tag: str | None) -> list[Case]:
     return found
 
 
-def list_cases(screen: Screen, json_target: str | None) -> int:
-    """Shows every case in one line, without running it."""
-    rows = [(str(case).partition(": ")[0], str(case).partition(": ")[2], ", ".join(case.tags)) for case in CASES]
+def list_cases(selected: Selected, screen: Screen, json_target: str | None) -> int:
+    """Shows each case that was asked for in one line, without running it."""
+    cases = chosen_cases(selected.names, selected.tag)
+    rows = [(str(case).partition(": ")[0], str(case).partition(": ")[2], ", ".join(case.tags)) for case in cases]
     screen.table("cases", ("name", "what it calls", "tags"), rows)
     write_json(json_target, {"cases": [{"name": name, "call": call, "tags": tags} for name, call, tags in rows]})
     return OK
@@ -54,6 +55,8 @@ def device_named(name: str) -> torch.device:
     """A device that is here. Raises UserError."""
     try:
         device = torch.device(name)
+        if device.type not in ("cpu", "cuda"):
+            raise UserError(f"--device: wanted cpu, cuda or cuda:1; got {name}")
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         # A torch without CUDA says so by an AssertionError.

@@ -174,14 +174,7 @@ class PagedStore:
             every = torch.ones((batch, count), dtype=torch.bool, device=steps.device)
             self.visible.index_copy_(1, columns + steps.long(), every if new.visible is None else new.visible)
         request = torch.arange(batch, dtype=torch.int32, device=steps.device).repeat_interleave(count)
-        angles = self._block_angles(new, position)
-        raw_keys, key_position = new.raw_keys, position
-        if new.visible is not None and count > 1:
-            # Pooling wants the tokens of a request next to each other: padding between them goes to the end.
-            order = (~new.visible).to(torch.int8).argsort(dim=1, stable=True)
-            rows = torch.arange(batch, device=order.device)[:, None]
-            raw_keys, key_position, angles = raw_keys[rows, order], position[rows, order], angles[rows, order]
-        cos, sin = angles.flatten(0, 1).unbind(1)
+        cos, sin = self._block_angles(new, position).unbind(1)
         reading = self.reading(request, position.flatten(), max_position)
         numbers = ops.pack_spec(spec)
         ops.write_kv(
@@ -198,13 +191,13 @@ class PagedStore:
             numbers,
         )
         ops.write_index_keys(
-            raw_keys.flatten(0, 1),
+            new.raw_keys.flatten(0, 1),
             reading.index_keys,
             self.page_table,
             None,
             self.raw_keys,
             request,
-            key_position.flatten(),
+            reading.position,
             max_position,
             numbers,
             pooling.norm_weight,
@@ -216,14 +209,14 @@ class PagedStore:
         return reading
 
     def _block_angles(self, new: NewTokens, position: Tensor) -> Tensor:
-        """cos and sin [batch, columns, 2, rotary_dim] at the first token of each column's block."""
+        """cos and sin [batch * columns, 2, rotary_dim] at the first token of each column's block."""
         place = position.clamp(min=0)
         block = torch.div(place, self.block_tokens, rounding_mode="floor").long()
         opens = (position >= 0) & (place % self.block_tokens == 0)
         slot = torch.where(opens, block, self.block_rotary.shape[1] - 1)
         request = torch.arange(position.shape[0], device=position.device)[:, None]
         self.block_rotary[request, slot] = torch.stack((new.cos, new.sin), dim=2)
-        return self.block_rotary[request, block]
+        return self.block_rotary[request, block].flatten(0, 1)
 
     def reading(self, request: Tensor, position: Tensor, max_position: int) -> Reading:
         """The pools, for rows at `position` of `request`."""

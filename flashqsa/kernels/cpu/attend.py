@@ -207,7 +207,7 @@ def _factors(kv_cache: KvCache, spec: QsaSpec) -> tuple[Tensor, Tensor | None]:
     if kv_cache.keys.dtype != FP8:
         return torch.tensor(spec.softmax_scale).view(1, 1, 1, 1), None
     k_scale, v_scale = (
-        torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).reshape(-1, 1, 1, 1)
+        torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).detach().reshape(-1, 1, 1, 1)
         for scale in (kv_cache.k_scale, kv_cache.v_scale)
     )
     return k_scale * (spec.softmax_scale * FP8_UNIT), v_scale * FP8_UNIT

@@ -34,7 +34,7 @@ def _to_storage(new: Tensor, dtype: torch.dtype, scale: float | Tensor | None) -
     """Numbers in a cache's dtype; for FP8 divided by the scale ([kv_heads] along the second last axis) and clamped."""
     if dtype != FP8:
         return new.to(dtype)
-    divisor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32)
+    divisor = torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).detach()
     if divisor.ndim:
         divisor = divisor[:, None]
     return (new.to(torch.float32) / divisor).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
