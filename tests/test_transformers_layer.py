@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 pytest.importorskip("transformers")
 
 from transformers import DynamicCache, StaticCache
+from transformers.masking_utils import bidirectional_mask_function
 
 from flashqsa import QsaSpec, Selection, pipeline
 from flashqsa.integrations.transformers import (
@@ -26,6 +27,7 @@ from flashqsa.integrations.transformers import (
     spec_of,
 )
 from flashqsa.integrations.transformers import handover as handover_module
+from flashqsa.integrations.transformers.masks import flashqsa_mask
 from tests.transformers_tiny import (
     Choice,
     logits,
@@ -282,6 +284,22 @@ def test_a_custom_mask_is_left_to_stock(models: tuple[Any, Any], left_to_stock: 
     want, got = (logits(model, ids, attention_mask=mask) for model in models)
     assert torch.equal(got, want)
     assert left_to_stock() == ["the mask is not plain causal: packed sequences, or a custom mask"]
+
+
+def test_the_mask_function_never_hides_a_pattern() -> None:
+    """None means causal, so a pattern that stock would skip must be built; padding is passed on, filled up."""
+    skips: dict[str, Any] = {"allow_is_causal_skip": True, "allow_is_bidirectional_skip": True}
+    full = flashqsa_mask(2, 5, 5, mask_function=bidirectional_mask_function, **skips)
+    assert full is not None
+    assert full.shape == (2, 1, 5, 5)
+    assert full.all()
+    assert flashqsa_mask(2, 5, 5, **skips) is None
+    given = padding(2, 5, {0: slice(0, 2)}).bool()
+    passed = flashqsa_mask(2, 5, 5, attention_mask=given, **skips)
+    assert passed is given
+    filled = flashqsa_mask(2, 5, 8, attention_mask=given, **skips)
+    assert filled is not None
+    assert torch.equal(filled, torch.cat([given, torch.zeros(2, 3, dtype=torch.bool)], 1))
 
 
 def test_gradients_flow_through_the_stock_layer(

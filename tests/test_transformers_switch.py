@@ -91,7 +91,7 @@ def test_enable_and_disable_is_a_round_trip(stock: Any) -> None:
     names = [name for name, _ in model.named_modules()]
     assert enable(model) is model
     assert is_enabled(model)
-    assert model.config._attn_implementation == "flashqsa"
+    assert model.config._attn_implementation == "qsa"
     assert (logits(model, ids) - want).abs().max() <= 1e-4
     assert enable(model) is model  # again is harmless
     assert [name for name, _ in model.named_modules()] == names
@@ -175,7 +175,7 @@ def test_copies_and_pickles_stay_enabled(stock: Any) -> None:
 def test_a_checkpoint_does_not_remember(tmp_path: Path) -> None:
     model = enable(small())
     model.save_pretrained(tmp_path)
-    assert "flashqsa" not in (tmp_path / "config.json").read_text("utf-8")
+    assert '"qsa"' not in (tmp_path / "config.json").read_text("utf-8")
     again = Qwen4ExpForCausalLM.from_pretrained(tmp_path)
     assert not is_enabled(again)
     assert again.config._attn_implementation == "sdpa"
@@ -229,7 +229,7 @@ def test_a_multimodal_model_is_enabled_in_its_text_part() -> None:
     stock = multimodal()
     fast = enable(twin(stock))
     assert is_enabled(fast)
-    assert fast.config.text_config._attn_implementation == "flashqsa"
+    assert fast.config.text_config._attn_implementation == "qsa"
     assert fast.config.vision_config._attn_implementation == "sdpa"
     ids = tokens(2, 50) % 200 + 10
     asked = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None}
@@ -277,7 +277,7 @@ def test_from_config_and_the_multimodal_model_are_built_enabled() -> None:
     assert is_enabled(AutoModelForCausalLM.from_config(tiny_config()))
     model = multimodal()
     assert is_enabled(model)
-    assert model.config.get_text_config()._attn_implementation == "flashqsa"
+    assert model.config.get_text_config()._attn_implementation == "qsa"
     assert model.config.vision_config._attn_implementation == "sdpa"
 
 

@@ -42,6 +42,7 @@ class PagedLayer:
     store: PagedStore | None = None
     _filled = False
     _hidden: Tensor | None = None
+    _pooled_with: Tensor | None = None
     cumulative_length: Tensor
     indexer_cumulative_length: Tensor
     _keys: Tensor | None
@@ -124,14 +125,17 @@ class PagedLayer:
         history       see `History`
 
         Raises CacheMismatchError when a stock cache that is taken over is torn, or does not fit the batch, or a static
-        cache is full; MaskMismatchError when the mask contradicts the one of an earlier pass. The latter is looked for
-        where FLASHQSA_CHECK_VALUES allows it, never under torch.compile.
+        cache is full, or index keys were pooled for another layer; MaskMismatchError when the mask contradicts the one
+        of an earlier pass. The mask and the norm of the index keys are compared where FLASHQSA_CHECK_VALUES allows it,
+        never under torch.compile.
         """
         store = self.store
         if store is None:
             store = self._take_over(new, padding_mask, spec, pooling, history)
         if store.batch != new.raw_keys.shape[0]:
             raise CacheMismatchError(f"cache: wanted {new.raw_keys.shape[0]} requests; got {store.batch}")
+        if store.block_tokens != spec.block_tokens:
+            raise CacheMismatchError(f"cache: wanted blocks of {spec.block_tokens} tokens; got {store.block_tokens}")
         self.prefetch()
         if not torch.compiler.is_compiling():
             store.thaw()
@@ -139,6 +143,7 @@ class PagedLayer:
         bound = self._bound(columns, count)
         if _checks(new.raw_keys.device):
             self._check_history(store, padding_mask, int(columns))
+            self._check_pooling(pooling, int(columns))
         visible = None if padding_mask is None else self._new_columns(padding_mask, columns, count)
         if isinstance(columns, int) and not store.fixed:
             store.reserve(columns + count, columns)
@@ -146,6 +151,13 @@ class PagedLayer:
         reading = store.append(new, columns, spec, pooling, bound)
         self._advance(count)
         return reading
+
+    def _check_pooling(self, pooling: Pooling, columns: int) -> None:
+        """Remembers the norm that the first block keys are made with; CacheMismatchError for another one later."""
+        if columns == 0 or self._pooled_with is None:
+            self._pooled_with = pooling.norm_weight.detach().clone()
+        elif not torch.equal(self._pooled_with, pooling.norm_weight):
+            raise CacheMismatchError("cache: wanted index keys pooled with this layer's norm; got another model's")
 
     def check_hidden(self, mask: Tensor) -> None:
         """MaskMismatchError when a stock mask [batch, 1, rows, columns] shows padding, which is not kept."""
@@ -192,7 +204,7 @@ class PagedLayer:
         store = PagedStore(new, spec, columns, fixed)
         if held:
             self._import(store, held, padding_mask, spec, pooling, history)
-        self._keys = self._values = self._indexer_keys = self._hidden = None
+        self._keys = self._values = self._indexer_keys = self._hidden = self._pooled_with = None
         self._filled = False
         self.store = store
         self._set_columns(held)

@@ -66,8 +66,12 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
             config._attn_implementation = NAME
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        from flashqsa.integrations.transformers.switch import register  # imports this file
+
         super().__setstate__(state)
         live_layers.add(self)
+        # A layer that comes from another process finds Transformers as it was.
+        register()
 
     @property
     def qsa_spec(self) -> QsaSpec:

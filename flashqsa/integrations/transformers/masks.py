@@ -1,6 +1,6 @@
-"""The mask and attention functions that Transformers finds under the name `flashqsa`.
+"""The mask and attention functions that Transformers finds under the name `qsa`.
 
-A model whose `_attn_implementation` is `flashqsa` gets its masks from `flashqsa_mask`: the 2-D padding mask, or None,
+A model whose `_attn_implementation` is `qsa` gets its masks from `flashqsa_mask`: the 2-D padding mask, or None,
 where the pattern is plain causal, so that no [rows, keys] mask is ever built; and the stock 4-D mask for every other
 pattern, which tells the layer to leave the call to the stock layer.
 """
@@ -15,8 +15,11 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 from transformers.models.qwen4_exp.modeling_qwen4_exp import eager_attention_forward
 
-NAME = "flashqsa"
-"""The `_attn_implementation` under which the functions of this file are registered."""
+NAME = "qsa"
+"""The `_attn_implementation` under which the functions of this file are registered.
+
+Not `flashqsa`: Transformers takes every name with `flash` in it for FlashAttention (`is_flash_attention_requested`).
+"""
 
 
 def flashqsa_mask(

@@ -44,14 +44,15 @@ def _any_mask_forward(
     return _stock_forward(self, hidden_states, position_embeddings, mask, cache, **kwargs)
 
 
-def _register() -> None:
+def register() -> None:
+    """Makes Transformers know what our layers need: masks, cache layers, and masks that stock layers can read too."""
     register_masks()
     register_cache_layers()
     Qwen4ExpTextAttention.forward = _any_mask_forward
 
 
 def _unregister() -> None:
-    """Leaves Transformers as it was, once no layer of ours is left; only the functions named `flashqsa` stay."""
+    """Leaves Transformers as it was, once no layer of ours is left; only the functions named `qsa` stay."""
     if not live_layers and modeling.Qwen4ExpTextAttention is Qwen4ExpTextAttention:
         unregister_cache_layers()
         Qwen4ExpTextAttention.forward = _stock_forward
@@ -85,7 +86,7 @@ def _set_implementation(model: nn.Module, value: str, instead_of: str | None = N
 
 def _check(model: nn.Module) -> dict[str, Any]:
     """The model's sparse layers, or UnsupportedModelError, before anything is changed."""
-    layers = qsa_layers(model)
+    layers = qsa_layers(model) if isinstance(model, nn.Module) else {}
     if not layers:
         raise UnsupportedModelError(f"model: wanted one with Qwen4-Exp sparse layers; got {type(model).__name__}")
     for name, layer in layers.items():
@@ -112,7 +113,7 @@ def enable(model: Model) -> Model:
     Raises UnsupportedModelError, before anything is changed.
     """
     layers = _check(model)
-    _register()
+    register()
     for layer in layers.values():
         if type(layer) is Qwen4ExpTextAttention:
             layer.__dict__["stock_attn_implementation"] = layer.config._attn_implementation
@@ -148,7 +149,7 @@ def enable_globally() -> None:
     Works for `from_pretrained`, `from_config` and `transformers serve`. Models that exist stay as they are. A model
     that is built with another `attn_implementation` than the default keeps it, and its layers run stock.
     """
-    _register()
+    register()
     modeling.Qwen4ExpTextAttention = FlashQsaAttention
     modeling.Qwen4ExpTextRotaryEmbedding = FlashQsaRotaryEmbedding
 
