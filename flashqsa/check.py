@@ -1,7 +1,7 @@
 """The only refusal of user input: the same values come back, or `InputError` is raised before work starts.
 
 Everything here reads host facts (shapes, strides, dtypes, devices), in this order: ndim, size, device, dtype, stride,
-shape, then what must agree between arguments. `check_values` alone reads tensors, where asked.
+shape, then what must agree between arguments. Tensors are read where value checks are on, and FP8 scales on the CPU.
 """
 
 from __future__ import annotations
@@ -118,6 +118,13 @@ def device_of(argument: str, tensor: object) -> torch.device:
     if not isinstance(tensor, Tensor):
         raise InputError(argument, "a tensor", type(tensor).__name__)
     return tensor.device
+
+
+def device_of_rows(rows: Rows) -> torch.device:
+    """The device of a call that has no queries yet."""
+    if not isinstance(rows, Rows):
+        raise InputError("rows", "a Rows", type(rows).__name__)
+    return device_of("rows.request", rows.request)
 
 
 def check_any_cache(kv_cache: KvCache | None, index_cache: IndexCache | None) -> KvCache | IndexCache:

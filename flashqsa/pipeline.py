@@ -35,8 +35,7 @@ def plan_batch(
     """
     check.check_spec(spec)
     cache = check.check_any_cache(kv_cache, index_cache)
-    device = check.device_of("rows.request", getattr(rows, "request", None))
-    check.check_rows(rows, device)
+    check.check_rows(rows, device := check.device_of_rows(rows))
     if index_cache is not None:
         check.check_index_cache(index_cache, spec, device, rows.max_position)
     if kv_cache is not None:

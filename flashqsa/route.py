@@ -143,7 +143,7 @@ def _only_without_selection(call: Call) -> str | None:
 def _needs_neighbours(call: Call) -> str | None:
     if call.rows > call.requests:
         return None
-    return f"{call.rows} rows of {call.requests} requests: no request has rows to share a gather"
+    return f"{call.rows} rows of {call.requests} requests: no more rows than requests"
 
 
 def _only_when_pinned(_call: Call) -> str | None:
@@ -187,8 +187,10 @@ def choose_route(stage: Stage, call: Call, facts: DeviceFacts, pin: str | None =
     """The first candidate of a stage that can serve `call` on a device, with the reasons against those before it.
 
     A pin that names no candidate of this stage (`grouped`, asked of the select stage) leaves the stage free.
-    Raises NoRouteError, with every candidate's reason, when none can.
+    Raises NoRouteError, with every candidate's reason, when none can; ValueError for a pin that no route has.
     """
+    if pin is not None and pin not in PINS:
+        raise ValueError(f"pin: wanted one of {', '.join(sorted(PINS))}; got {pin!r}")
     candidates = CANDIDATES[stage]
     if pin is not None and not any(c.route.answers_to(pin) for c in candidates):
         pin = None
@@ -209,7 +211,7 @@ _announced: set[tuple[str, torch.device, Route]] = set()
 
 
 def _log_first(kind: str, device: torch.device, route: Route, text: str) -> None:
-    if (kind, device, route) not in _announced:
+    if logger.isEnabledFor(logging.INFO) and (kind, device, route) not in _announced:
         _announced.add((kind, device, route))
         logger.info(text)
 

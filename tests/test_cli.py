@@ -115,7 +115,7 @@ def test_a_run_beside_the_stock_layer_agrees_and_says_so(tmp_path: Path) -> None
     assert content["model"]["top_blocks"] == 8
     assert {"flashqsa", "torch", "python", "transformers"} <= set(content["versions"])
     assert len(content["tokens"]) == 3
-    for words in ("time to first token", "cpu:grouped", "not cpu:dense", "no request has rows", "agree: logits"):
+    for words in ("time to first token", "cpu:grouped", "not cpu:dense", "no more rows than requests", "agree: logits"):
         assert words in result.stdout
     assert "FlashQSA prefill" in result.stderr
     assert "stock prefill" in result.stderr
@@ -376,6 +376,9 @@ def test_verify_tells_of_a_pin_that_cannot_serve() -> None:
     result = invoke("verify", "--case", "decode-1", "--route", "dense")
     assert result.exit_code == 1
     assert "refused: attend: no route serves" in " ".join(result.stdout.split())
+    result = invoke("verify", "--case", "decode-1", "--case", "prefill", "--route", "grouped")
+    assert result.exit_code == 0
+    assert "1 of 1 cases pass; 1 are not for grouped" in result.stdout
 
 
 def test_verify_lists_its_cases() -> None:

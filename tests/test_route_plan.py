@@ -135,7 +135,7 @@ def test_a_decision_says_why_each_other_candidate_did_not_run() -> None:
     assert choose_route("attend", DECODE, CPU).lines() == [
         "attend: cpu:xqa",
         "  not cpu:dense: rows see up to 6060 blocks and select 512",
-        "  not cpu:grouped: 16 rows of 16 requests: no request has rows to share a gather",
+        "  not cpu:grouped: 16 rows of 16 requests: no more rows than requests",
         "  not reference: cpu:xqa comes first",
     ]
     assert "only when pinned" in str(choose_route_error(PREFILL, {"reference"}))
@@ -222,7 +222,7 @@ def test_pins_of_one_stage_leave_the_other_free(pin: str, call: Call, wanted: tu
     [
         ("dense", PREFILL, "rows see up to 6060 blocks and select 512"),
         ("everything", PREFILL, "rows see up to 6060 blocks and select 512"),
-        ("grouped", DECODE, "no request has rows to share a gather"),
+        ("grouped", DECODE, "no more rows than requests"),
         ("cpu:grouped", NOTHING, "0 rows of 0 requests"),
     ],
 )
@@ -408,7 +408,7 @@ def test_each_route_and_each_refusal_is_logged_once(
         f"select refuses cpu:everything {where}: rows see up to 94 blocks and select 8",
         f"attend takes cpu:xqa {where}",
         f"attend refuses cpu:dense {where}: rows see up to 94 blocks and select 8",
-        f"attend refuses cpu:grouped {where}: 16 rows of 16 requests: no request has rows to share a gather",
+        f"attend refuses cpu:grouped {where}: 16 rows of 16 requests: no more rows than requests",
     ]
     assert [line.split(" on ")[0] for line in second] == ["attend takes cpu:grouped"]
 
@@ -418,3 +418,24 @@ def test_logging_is_quiet_by_default(capsys: pytest.CaptureFixture[str], monkeyp
     outcome(build(named("decode-1")))
     captured = capsys.readouterr()
     assert (captured.out, captured.err) == ("", "")
+
+
+def test_a_pin_that_no_route_has_is_no_pin() -> None:
+    with pytest.raises(ValueError, match=r"pin: wanted one of .*; got 'gruoped'"):
+        choose_route("attend", PREFILL, DeviceFacts.named("cpu"), "gruoped")
+
+
+def test_a_route_is_announced_when_logging_is_turned_on_late(caplog: pytest.LogCaptureFixture) -> None:
+    facts = DeviceFacts.named("cpu")
+    decision = choose_route("attend", PREFILL, facts)
+    device = torch.device("cpu", 7)  # of no other test
+    with caplog.at_level(logging.WARNING, "flashqsa"):
+        route.announce(decision, PREFILL, facts, device)
+    assert not caplog.messages
+    with caplog.at_level(logging.INFO, "flashqsa"):
+        route.announce(decision, PREFILL, facts, device)
+        route.announce(decision, PREFILL, facts, device)
+    assert [line.split(" on ")[0] for line in caplog.messages] == [
+        "attend takes cpu:grouped",
+        "attend refuses cpu:dense",
+    ]

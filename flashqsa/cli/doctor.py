@@ -98,7 +98,7 @@ def _nvrtc() -> str:
             return f"{name} {version(name)}"
         except PackageNotFoundError:
             continue
-    raise AbsentError("not installed; compiles kernels for NVIDIA GPUs older than Ampere")
+    raise AbsentError("not installed; compiles CUDA C++ kernels, none of which a route of this release takes")
 
 
 def _package_itself() -> str:
@@ -190,7 +190,7 @@ def findings() -> list[Finding]:
         probe("safetensors", _plain("safetensors", "captures need it: pip install safetensors"), needed=True),
         probe("flashqsa", _package_itself, needed=True),
         probe("transformers", _transformers),
-        probe("triton", _plain("triton", "kernels for Ampere and newer GPUs need it")),
+        probe("triton", _plain("triton", "kernels for GPUs, none of which a route of this release takes, need it")),
         probe("nvrtc", _nvrtc),
         probe("cuda-bindings", lambda: _distribution("cuda-bindings", "launches kernels compiled by NVRTC")),
         probe("matplotlib", _plain("matplotlib", "flashqsa stats --plot needs it: pip install 'flashqsa[plot]'")),

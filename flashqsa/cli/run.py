@@ -296,7 +296,7 @@ def _show_agreement(agreed: Agreement, timing: Timing, loaded: Loaded, screen: S
         ("furthest from the cut among differing blocks, as a share", f"{agreed.widest_miss:.1e}"),
         ("rows whose selections agree", f"{agreed.rows_compared:,}"),
         ("largest difference of their logits", f"{agreed.max_difference_compared:.1e}"),
-        ("largest difference of any logit", f"{agreed.max_difference:.1e}"),
+        ("largest difference, rows that select otherwise too", f"{agreed.max_difference:.1e}"),
         ("greedy tokens that agree", f"{agreed.same_tokens} of {agreed.new_tokens}"),
     ]
     screen.table(f"FlashQSA beside the stock layer, {timing.tokens:,} tokens", ("", "value"), rows)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from flashqsa.check import check_pin
 from flashqsa.device import facts_of
 from flashqsa.integrations.transformers.layer import FlashQsaAttention
 from flashqsa.integrations.transformers.switch import qsa_layers
@@ -40,8 +41,10 @@ def route_report(
 ) -> list[LayerRoute]:
     """The routes of a model's sparse layers for a pass of `rows` rows of `requests`, at positions to `max_position`.
 
-    `route` pins one, as in `flashqsa.choose_route`. Nothing runs. Raises NoRouteError.
+    `route` pins one, else FLASHQSA_ROUTE does. Nothing runs. Raises NoRouteError; InputError or KnobError for a pin
+    that no route has.
     """
+    pin = check_pin(route)
     found = []
     for name, layer in qsa_layers(model).items():
         spec, weight = spec_of(layer), layer.get_parameter("k_norm.weight")
@@ -49,6 +52,6 @@ def route_report(
         if isinstance(layer, FlashQsaAttention):
             call = Call(spec, rows, requests, max_position, weight.dtype, weight.dtype)
             facts = facts_of(weight.device)
-            select, attend = (choose_route(stage, call, facts, route) for stage in ("select", "attend"))
+            select, attend = (choose_route(stage, call, facts, pin) for stage in ("select", "attend"))
         found.append(LayerRoute(name, spec, weight.device, select, attend))
     return found
