@@ -6,9 +6,14 @@ from dataclasses import dataclass
 
 from flashqsa.device import DeviceFacts
 from flashqsa.tables import cpu as cpu_table
+from flashqsa.tables import smxx as smxx_table
+from flashqsa.values import SEGMENT_BLOCKS, QsaSpec
 
 MAX_GROUP_ROWS = 64
 """A worklist entry carries one 64-bit word of row bits."""
+
+SCORE_CHUNK_UNIT = 32
+"""Chunks of rows are multiples of the largest score tile's rows, so that no tile is part empty."""
 
 
 @dataclass(frozen=True)
@@ -77,3 +82,130 @@ def attend_config(mode: str, facts: DeviceFacts) -> AttendConfig:
     if refusal is not None:
         raise ValueError(f"{mode}: {refusal}")
     return config
+
+
+@dataclass(frozen=True)
+class ScoreConfig:
+    """How the score stage of the kernel sets for GPUs cuts its work.
+
+    rows           rows that a program has room for: lines of its matrix product
+    window         rows that a program takes, at most `rows`; they share its keys where they belong to one request
+    columns        blocks scored at a time
+    slices         parts that a row's blocks are cut into, each a program's
+    runs           requests of a window that have a program each; the last takes all that are left
+    warps, stages  of Triton: warps of a program, tiles of keys in flight
+    decode_fp8     whether E4M3 is decoded bit by bit, for GPUs whose compiler does not know it (before sm_89)
+    """
+
+    rows: int
+    window: int
+    columns: int
+    slices: int
+    runs: int
+    warps: int
+    stages: int
+    decode_fp8: bool = False
+
+
+@dataclass(frozen=True)
+class TopkConfig:
+    """How the top-k of the kernel sets for GPUs runs.
+
+    capability  compute capability of the device it is compiled for
+    threads     of a program, which selects one row's blocks
+    resident    threads that should fit on a multiprocessor: bounds the registers of one
+    """
+
+    capability: tuple[int, int]
+    threads: int
+    resident: int
+
+
+def score_config(
+    spec: QsaSpec, rows: int, requests: int, max_position: int, q_bytes: int, facts: DeviceFacts
+) -> ScoreConfig:
+    """The preferred configuration of the score stage for some rows of a call, whose queries take `q_bytes` a number.
+
+    >>> score_config(QsaSpec(), 544, 1, 183_999, 2, DeviceFacts.named("h200"))
+    ScoreConfig(rows=32, window=32, columns=128, slices=15, runs=1, warps=4, stages=2, decode_fp8=False)
+    >>> score_config(QsaSpec(), 320, 64, 32_767, 2, DeviceFacts.named("h200")).window    # five verify rows per request
+    5
+    """
+    capability = facts.capability or (0, 0)
+    together = -(-rows // max(requests, 1))
+    tiles = smxx_table.score_tiles(capability, q_bytes)
+    tile = next((tile for tile in tiles if tile["rows"] >= together), tiles[-1])
+    even = rows == together * requests and 0 < together <= tile["rows"]
+    window = together if even else tile["rows"]
+    width = max(spec.visible_blocks(max_position), 1)
+    windows = max(-(-rows // window), 1)
+    wanted = facts.multiprocessors * tile["programs"]
+    runs = 1 if even else min(max(requests, 1), tile["rows"], smxx_table.MAX_RUNS)
+    columns = tile["columns"]
+    if windows * -(-width // columns) < facts.multiprocessors:
+        columns = tile["columns_few"]
+    slices = min(max(wanted // windows, 1), -(-width // columns))
+    return ScoreConfig(tile["rows"], window, columns, slices, runs, tile["warps"], tile["stages"], capability < (8, 9))
+
+
+def score_refusal(spec: QsaSpec, q_bytes: int, facts: DeviceFacts) -> str | None:
+    """Why the score stage of `smxx` cannot score a layer on a device, or None when it can.
+
+    >>> score_refusal(QsaSpec(), 2, DeviceFacts.named("v100"))
+    'Triton has no tensor-core products before sm_80, got sm_70'
+    >>> score_refusal(QsaSpec(index_dim=96), 2, DeviceFacts.named("h200"))
+    'index_dim must be a power of two from 16 on, got 96'
+    """
+    if facts.capability is None or facts.capability < (8, 0):
+        return f"Triton has no tensor-core products before sm_80, got {facts.arch}"
+    dim = spec.index_dim
+    if dim < 16 or dim & (dim - 1):
+        return f"index_dim must be a power of two from 16 on, got {dim}"
+    heads = 1 << max(spec.index_heads - 1, 0).bit_length()
+    for tile in smxx_table.score_tiles(facts.capability, q_bytes):
+        # Queries, as many tiles of keys as are in flight, and the tile of scores on its way to memory.
+        lines, columns = max(heads * tile["rows"], 16), tile["columns"]
+        wanted = (lines + tile["stages"] * columns) * dim * q_bytes + 4 * tile["rows"] * columns
+        if wanted > facts.shared_memory_bytes:
+            return (
+                f"{spec.index_heads} index heads of {dim} need {wanted} bytes of shared memory for {tile['rows']} rows"
+            )
+    return None
+
+
+def score_chunk_rows(spec: QsaSpec, rows: int, max_position: int, limit_bytes: int) -> int:
+    """Rows to score at a time on a GPU, so that scores and segment maxima fit a workspace limit: even, whole windows.
+
+    >>> score_chunk_rows(QsaSpec(), 1616, 183_999, 128 << 20)
+    544
+    """
+    most = max(limit_bytes // score_row_bytes(spec, max_position), 1)
+    if rows <= most:
+        return max(rows, 1)
+    even = -(-rows // -(-rows // most))
+    return min(-(-even // SCORE_CHUNK_UNIT) * SCORE_CHUNK_UNIT, most)
+
+
+def score_row_bytes(spec: QsaSpec, max_position: int) -> int:
+    """Bytes of a row's scores and segment maxima on a GPU.
+
+    >>> score_row_bytes(QsaSpec(), 183_999)
+    195504
+    """
+    segments = -(-max(spec.visible_blocks(max_position), 1) // SEGMENT_BLOCKS)
+    return 4 * (segments * SEGMENT_BLOCKS + -(-segments // 4) * 4)
+
+
+def topk_config(spec: QsaSpec, rows: int, facts: DeviceFacts) -> TopkConfig:
+    """The preferred configuration of the top-k for some rows of a call. Raises ValueError for a CPU.
+
+    >>> topk_config(QsaSpec(), 1616, DeviceFacts.named("t4"))
+    TopkConfig(capability=(7, 5), threads=256, resident=1024)
+    """
+    if facts.capability is None:
+        raise ValueError(f"no top-k configuration is made for {facts.arch}")
+    many = rows > facts.multiprocessors and spec.top_blocks <= 2 * smxx_table.TOPK_MANY
+    threads = smxx_table.TOPK_MANY if many else smxx_table.TOPK_FEW
+    # sm_75 holds 1,024 threads per multiprocessor, sm_86, sm_89 and sm_12x 1,536, the others 2,048.
+    resident = 1024 if facts.capability == (7, 5) else 1536
+    return TopkConfig(facts.capability, threads, resident if many else threads)

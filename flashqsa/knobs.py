@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 
@@ -81,8 +82,20 @@ CAPTURE = Knob(
     "",
     "A folder: the first call of each public function in this process is saved there for `flashqsa replay`.",
 )
+CACHE_DIR = Knob(
+    "FLASHQSA_CACHE_DIR",
+    "text",
+    "",
+    "The folder where compiled kernels are kept; by default `flashqsa` in XDG_CACHE_HOME, or in `~/.cache`.",
+)
+NVRTC = Knob(
+    "FLASHQSA_NVRTC",
+    "text",
+    "",
+    "The NVRTC library to compile CUDA C++ with: a file, or a name the dynamic loader knows. Default: the best found.",
+)
 
-KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, CAPTURE)
+KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, CAPTURE, CACHE_DIR, NVRTC)
 
 
 def workspace_bytes() -> int:
@@ -96,6 +109,15 @@ def set_default(name: str, value: str) -> None:
     Most libraries read theirs once, when they are loaded.
     """
     os.environ.setdefault(name, value)
+
+
+def cache_folder() -> Path:
+    """The folder for what this package may make again: compiled kernels."""
+    named = CACHE_DIR.read()
+    if named:
+        return Path(named).expanduser()
+    home = os.environ.get("XDG_CACHE_HOME", "")
+    return (Path(home) if os.path.isabs(home) else Path.home() / ".cache") / "flashqsa"
 
 
 def as_markdown() -> str:

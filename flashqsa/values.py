@@ -30,6 +30,9 @@ MAX_TOP_BLOCKS = 2048
 MAX_TOKENS = 1 << 20
 """Longest request, in tokens: 262,144 blocks of 4, the range the exact top-k is built for."""
 
+SEGMENT_BLOCKS = 16
+"""Neighbouring blocks whose largest score stands for them when blocks are selected."""
+
 MAX_HEADS_PER_KV_HEAD = 32
 """Largest number of query heads that share one KV head."""
 
@@ -313,6 +316,8 @@ class Scores:
 
     values   [rows, width] FP32; columns from `visible[row]` on are undefined and never read
     visible  [rows] int32, complete blocks the row sees
+    maxima   [rows, segments] FP32, the largest score of each SEGMENT_BLOCKS neighbouring blocks, NaN left out, where
+             the scorer knows it; columns past a row's last visible block are undefined. None where it must be found.
 
     Row 0 sees three blocks; its fourth column is left over from another use of the memory.
 
@@ -323,6 +328,7 @@ class Scores:
 
     values: Tensor
     visible: Tensor
+    maxima: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -471,6 +477,7 @@ __all__ = [
     "MAX_HEADS_PER_KV_HEAD",
     "MAX_TOKENS",
     "MAX_TOP_BLOCKS",
+    "SEGMENT_BLOCKS",
     "IndexCache",
     "KvCache",
     "Partial",

@@ -15,6 +15,10 @@ torch.set_num_threads(1)
 for _name in [name for name in os.environ if name.startswith("FLASHQSA_")]:
     del os.environ[_name]
 
+if not torch.cuda.is_available():
+    # Triton reads it when kernels are defined, so it stands before any test imports them.
+    os.environ["TRITON_INTERPRET"] = "1"
+
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made here; nothing may wait for a network
 
 if find_spec("hypothesis"):  # absent where only the GPU tests run

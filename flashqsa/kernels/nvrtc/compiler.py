@@ -1,0 +1,172 @@
+"""Compiling the CUDA C++ sources of this package on the user's machine, once: a folder of cubins on disk.
+
+Each entry of the cache is a folder that holds what went in (source, headers, options) and what came out (cubin, log),
+so that a kernel can be read, disassembled and reported as it ran. Cubins are kept and not PTX: a PTX version ties a
+kernel to drivers at least as new as the compiler.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from flashqsa import knobs
+from flashqsa.kernels.nvrtc.library import Nvrtc, nvrtc_for
+
+logger = logging.getLogger("flashqsa")
+
+HERE = Path(__file__).parent
+
+OPTIONS = ("--std=c++17", "--ptxas-options=-v")
+"""Of every compilation. The second writes registers, shared memory and spills of each kernel to the log."""
+
+
+class CompileError(RuntimeError):
+    """NVRTC refused a source. The message holds the compiler's log; `log` holds it alone."""
+
+    def __init__(self, message: str, log: str) -> None:
+        self.log = log
+        super().__init__(f"{message}\n{log}")
+
+
+@dataclass(frozen=True)
+class Source:
+    """CUDA C++ to compile: a file of this folder, or text that stands for one.
+
+    name     of the file, `topk.cu`
+    defines  (macro, value) pairs: what a variant of the kernel is made for
+    text     the source itself, where it is not a file of this folder
+    headers  names of the files of this folder that it includes
+    suffix   of the architecture: "a" for instructions that this very architecture alone has (`sm_90a`)
+
+    >>> Source("topk.cu", (("THREADS", 256), ("SEGMENTS", 2))).options
+    ('-DTHREADS=256', '-DSEGMENTS=2')
+    """
+
+    name: str
+    defines: tuple[tuple[str, int], ...] = ()
+    text: str | None = None
+    headers: tuple[str, ...] = ()
+    suffix: str = ""
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The defines as compiler options."""
+        return tuple(f"-D{macro}={value}" for macro, value in self.defines)
+
+    def read(self) -> str:
+        """The source's text."""
+        return self.text if self.text is not None else (HERE / self.name).read_text("utf-8")
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """A cubin and the compiler's log (with each kernel's registers, shared memory and spills).
+
+    folder  where they are kept; None where the cache folder cannot be written
+    """
+
+    cubin: bytes
+    log: str
+    folder: Path | None
+
+
+@cache
+def compile_source(source: Source, capability: tuple[int, int]) -> Compiled:
+    """The cubin of a source for a device: from this process, from the cache folder, or compiled now.
+
+    Raises CompileError for a source NVRTC refuses, NvrtcNotFoundError where no NVRTC knows the device.
+    """
+    library, arch = nvrtc_for(capability)
+    arch += source.suffix
+    text = source.read()
+    headers = tuple((header, (HERE / header).read_text("utf-8")) for header in source.headers)
+    options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)
+    facts = {"name": source.name, "options": list(options), "nvrtc": list(library.version), "arch": arch}
+    folder = cache_folder() / f"{Path(source.name).stem}-{arch}-{_key(facts, [(source.name, text), *headers])}"
+    kept = _read_entry(folder)
+    if kept is not None:
+        return kept
+    cubin, log = _compile(library, source, text, headers, options)
+    files = [(source.name, text), *headers]
+    return Compiled(cubin, log, _write_entry(folder, facts, files, cubin, log))
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: FLASHQSA_CACHE_DIR, or `flashqsa` in the user's cache folder."""
+    return knobs.cache_folder() / "nvrtc"
+
+
+def _compile(
+    library: Nvrtc, source: Source, text: str, headers: Sequence[tuple[str, str]], options: Sequence[str]
+) -> tuple[bytes, str]:
+    cubin, log = library.compile(source.name, text, headers, options)
+    if cubin is None:
+        version = ".".join(str(part) for part in library.version)
+        raise CompileError(f"NVRTC {version} ({library.path}) refused {source.name}, options {' '.join(options)}:", log)
+    return cubin, log
+
+
+def _key(facts: Mapping[str, object], files: Sequence[tuple[str, str]]) -> str:
+    digest = hashlib.sha256(json.dumps([facts, files], sort_keys=True).encode())
+    return digest.hexdigest()[:32]
+
+
+def _read_entry(folder: Path) -> Compiled | None:
+    """An entry of the cache, or None where there is none that is whole."""
+    try:
+        facts = json.loads((folder / "facts.json").read_text("utf-8"))
+        cubin = (folder / "kernel.cubin").read_bytes()
+        log = (folder / "log.txt").read_text("utf-8")
+    except (OSError, ValueError):
+        return None
+    whole = isinstance(facts, dict) and facts.get("cubin_sha256") == hashlib.sha256(cubin).hexdigest()
+    return Compiled(cubin, log, folder) if whole else None
+
+
+def _write_entry(
+    folder: Path, facts: Mapping[str, object], files: Sequence[tuple[str, str]], cubin: bytes, log: str
+) -> Path | None:
+    """Writes an entry beside its place and moves it there in one step; None where the folder cannot be written.
+
+    Processes may race for an entry: one wins, and what the others made is the same.
+    """
+    facts = {**facts, "cubin_sha256": hashlib.sha256(cubin).hexdigest()}
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        try:
+            for name, text in [*files, ("log.txt", log), ("facts.json", json.dumps(facts, indent=2))]:
+                (new / name).write_text(text, "utf-8")
+            (new / "kernel.cubin").write_bytes(cubin)
+            _move(new, folder)
+        finally:
+            shutil.rmtree(new, ignore_errors=True)
+    except OSError as error:
+        logger.warning("cubins are not kept: %s", error)
+        return None
+    return folder
+
+
+def _move(new: Path, folder: Path) -> None:
+    """Renames a finished entry to its place. A broken entry that stands there is moved away first."""
+    try:
+        os.rename(new, folder)
+        return
+    except OSError:
+        if _read_entry(folder) is not None:
+            return
+    aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.broken.", dir=folder.parent))
+    try:
+        os.rename(folder, aside / folder.name)
+        os.rename(new, folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)

@@ -1,0 +1,151 @@
+"""Loading cubins and launching their kernels on torch's current stream, through the CUDA driver's own interface.
+
+A launch neither waits for the device nor allocates, so it may be captured in a CUDA graph; a kernel's first launch on a
+device compiles and loads it, which capture does not allow: call it once before.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import struct
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+
+from flashqsa.kernels.nvrtc.compiler import Source, compile_source
+
+SUCCESS = 0
+
+BUFFER_POINTER, BUFFER_SIZE, PARAMETERS_END = 1, 2, 0
+"""CU_LAUNCH_PARAM_*: a kernel's parameters are handed over as one packed buffer."""
+
+MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
+"""CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
+
+DEFAULT_SHARED_BYTES = 48 << 10
+"""Shared memory a program may have without asking for more."""
+
+
+class DriverError(RuntimeError):
+    """The CUDA driver refused a call; the message has its name for the error and its explanation."""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One `__global__` function of a source, for one kind of device.
+
+    source        what it is compiled from
+    function      its name there (`extern "C"`)
+    parameters    their types in order, as codes of the `struct` module: P pointer, q int64, i int32, f float
+    capability    compute capability of the device, as `DeviceFacts` has it
+    threads       of a program (a CUDA thread block)
+    shared_bytes  dynamic shared memory of a program
+
+    >>> Kernel(Source("topk.cu"), "segment_maxima", "PqPPqii", (9, 0), threads=256).packing.size
+    48
+    """
+
+    source: Source
+    function: str
+    parameters: str
+    capability: tuple[int, int]
+    threads: int
+    shared_bytes: int = 0
+
+    @property
+    def packing(self) -> struct.Struct:
+        """Lays parameters out as the kernel expects them: each at a multiple of its size."""
+        return struct.Struct(f"@{self.parameters}")
+
+    def prepare(self, device: torch.device) -> None:
+        """Compiles and loads it where that was not done, so that the next launch may be captured in a CUDA graph.
+
+        Raises CompileError, NvrtcNotFoundError, DriverError.
+        """
+        with torch.cuda.device(device):
+            _loaded(self, torch.cuda.current_device())
+
+    def launch(self, device: torch.device, programs: int, *arguments: int | float) -> None:
+        """Launches it on the device's current stream.
+
+        device     the tensors' device
+        programs   how many, in one dimension (at most 2^31 - 1; none is no launch)
+        arguments  for `parameters`; a tensor is passed by its `data_ptr()`
+
+        Raises CompileError, NvrtcNotFoundError, DriverError.
+        """
+        if programs == 0:
+            return
+        with torch.cuda.device(device):
+            loaded = _loaded(self, torch.cuda.current_device())
+            loaded.launch(programs, torch.cuda.current_stream().cuda_stream, *arguments)
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A kernel that is loaded on one device: `context` and `handle` are the driver's."""
+
+    kernel: Kernel
+    packing: struct.Struct
+    context: ctypes.c_void_p
+    handle: ctypes.c_void_p
+
+    def launch(self, programs: int, stream: int, *arguments: int | float) -> None:
+        """Launches it on a stream of its device."""
+        packed = self.packing.pack(*arguments)
+        size = ctypes.c_size_t(len(packed))
+        extra = (ctypes.c_void_p * 5)(
+            BUFFER_POINTER,
+            ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p),
+            BUFFER_SIZE,
+            ctypes.cast(ctypes.pointer(size), ctypes.c_void_p),
+            PARAMETERS_END,
+        )
+        kernel, driver = self.kernel, _driver()
+        # A thread that has not called the CUDA runtime yet has no current context.
+        _check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self.context))
+        status = driver.cuLaunchKernel(
+            self.handle, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, ctypes.c_void_p(stream), None, extra
+        )
+        _check(f"launch of {kernel.function}, {programs} programs", status)
+
+
+@cache
+def _driver() -> ctypes.CDLL:
+    """The driver's library. Raises OSError where there is none."""
+    return ctypes.CDLL("libcuda.so.1")
+
+
+@cache
+def _context(device_index: int) -> ctypes.c_void_p:
+    """The context that torch uses on a device: its primary one. Kept as long as the process lives."""
+    device, context = ctypes.c_int(), ctypes.c_void_p()
+    torch.cuda.current_stream(device_index)  # sets CUDA up where nothing did
+    _check("cuDeviceGet", _driver().cuDeviceGet(ctypes.byref(device), device_index))
+    _check("cuDevicePrimaryCtxRetain", _driver().cuDevicePrimaryCtxRetain(ctypes.byref(context), device))
+    return context
+
+
+@cache
+def _loaded(kernel: Kernel, device_index: int) -> Loaded:
+    compiled = compile_source(kernel.source, kernel.capability)
+    context, driver = _context(device_index), _driver()
+    _check("cuCtxSetCurrent", driver.cuCtxSetCurrent(context))
+    module, handle = ctypes.c_void_p(), ctypes.c_void_p()
+    _check(f"loading {kernel.source.name}", driver.cuModuleLoadData(ctypes.byref(module), compiled.cubin))
+    status = driver.cuModuleGetFunction(ctypes.byref(handle), module, kernel.function.encode())
+    _check(f"{kernel.function} in {kernel.source.name}", status)
+    if kernel.shared_bytes > DEFAULT_SHARED_BYTES:
+        status = driver.cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
+        _check(f"{kernel.shared_bytes} bytes of shared memory for {kernel.function}", status)
+    return Loaded(kernel, kernel.packing, context, handle)
+
+
+def _check(action: str, status: int) -> None:
+    if status == SUCCESS:
+        return
+    name, text = ctypes.c_char_p(), ctypes.c_char_p()
+    _driver().cuGetErrorName(status, ctypes.byref(name))
+    _driver().cuGetErrorString(status, ctypes.byref(text))
+    raise DriverError(f"{action}: {(name.value or b'?').decode()} ({status}): {(text.value or b'').decode()}")
