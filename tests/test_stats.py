@@ -226,6 +226,7 @@ def test_a_capture_gives_the_figures_of_the_call(tmp_path: Path) -> None:
         (["--case", "prefill", "--preset", "tiny"], "got both"),
         (["--case", "prefill", "--page-tokens", "6"], "wanted a multiple of 4"),
         (["--case", "prefill", "--plot", "no/such/folder/a.png"], "not a file in an existing folder"),
+        (["--case", "prefill", "--plot", "a.txt"], "wanted a name that ends in .png"),
         (["no-such-folder"], "holds no capture"),
         (["no-such-folder", "--preset", "tiny"], "got both"),
     ],

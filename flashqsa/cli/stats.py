@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,9 @@ from flashqsa.values import IndexCache, QsaSpec, Rows, Selection
 GROUP_ROWS = (2, 4, 8, 16)
 DISTANCE_EDGES = (0, 64, 256, 1024, 4096, 16384, 65536, 262144, 1048576)
 """Tokens from a row's position back to a selected block's last token, as band edges."""
+
+PLOT_SUFFIXES = (".png", ".svg", ".pdf")
+NO_MATPLOTLIB = "--plot needs matplotlib: pip install 'flashqsa[plot]'"
 
 SCORE_ROWS = 256
 """Rows scored at a time: 64 MiB of scores at 65,536 blocks."""
@@ -250,7 +254,7 @@ def plot_stats(stats: Stats, source: str, path: Path) -> None:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise UserError("--plot needs matplotlib: pip install 'flashqsa[plot]'") from error
+        raise UserError(NO_MATPLOTLIB) from error
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     sizes: Sequence[int] = sorted(stats.union)
@@ -292,3 +296,7 @@ def check_plot_target(path: Path | None) -> None:
     """Refuses a plot that could not be written, before the work is done that it is to show."""
     if path is not None and (path.is_dir() or not path.parent.is_dir()):
         raise UserError(f"--plot {path}: not a file in an existing folder")
+    if path is not None and path.suffix.lower() not in PLOT_SUFFIXES:
+        raise UserError(f"--plot {path}: wanted a name that ends in {' or '.join(PLOT_SUFFIXES)}")
+    if path is not None and find_spec("matplotlib") is None:
+        raise UserError(NO_MATPLOTLIB)
