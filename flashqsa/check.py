@@ -244,6 +244,8 @@ def check_plan(
         wanted = f"a plan of {rows.count} rows of {requests} requests, positions to {rows.max_position}, for {spec}"
         got = f"one of {call.rows} rows of {call.requests} requests, positions to {call.max_position}, for {call.spec}"
         raise InputError("plan", wanted, got)
+    if not plan.fits_device(rows.request.device):
+        raise InputError("plan", f"one for {rows.request.device}", f"one for {plan.facts.name} ({plan.facts.arch})")
     if selection_given and plan.attend_decision.route.mode == "dense":
         raise InputError("plan", "one made with selection_given=True, since a selection is given", "a dense one")
     return plan

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import torch
+
 from flashqsa import knobs
 from flashqsa.config import AttendConfig, attend_config
-from flashqsa.device import DeviceFacts
+from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.route import Call, Decision, choose_route
 
 FLOAT_BYTES = 4
@@ -54,7 +56,8 @@ class AttendPlan:
 class Plan:
     """Routes and sizes of one batch: pass it to every layer's call instead of having them worked out again.
 
-    A plan fits a batch with the same number of rows and requests whose positions stay within `max_position`.
+    A plan fits a batch with the same number of rows and requests whose positions stay within `max_position`, on a
+    device like the one it was made for.
 
     >>> from flashqsa.values import QsaSpec
     >>> plan = make_plan(Call(QsaSpec(), rows=8192, requests=1, max_position=8191), DeviceFacts.named("cpu"))
@@ -63,10 +66,20 @@ class Plan:
     """
 
     call: Call
+    facts: DeviceFacts
     select_decision: Decision
     attend_decision: Decision
     select: SelectPlan
     attend: AttendPlan
+
+    def fits_device(self, device: torch.device) -> bool:
+        """Whether a device is of the kind, the compute capability and the kernel sets that the plan was made for."""
+        here, made_for = facts_of(device), self.facts
+        return (here.kind, here.capability, here.kernel_sets) == (
+            made_for.kind,
+            made_for.capability,
+            made_for.kernel_sets,
+        )
 
     @property
     def workspace_bytes(self) -> int:
@@ -110,4 +123,4 @@ def make_plan(call: Call, facts: DeviceFacts, pin: str | None = None) -> Plan:
     limit = knobs.workspace_bytes()
     select = choose_route("select", call, facts, pin)
     attend = choose_route("attend", call, facts, pin)
-    return Plan(call, select, attend, plan_select(call, limit), plan_attend(call, attend, facts, limit))
+    return Plan(call, facts, select, attend, plan_select(call, limit), plan_attend(call, attend, facts, limit))

@@ -439,3 +439,13 @@ def test_a_route_is_announced_when_logging_is_turned_on_late(caplog: pytest.LogC
         "attend takes cpu:grouped",
         "attend refuses cpu:dense",
     ]
+
+
+def test_a_plan_is_for_devices_like_its_own() -> None:
+    case = named("decode-1")
+    inputs = build(case)
+    plan = flashqsa.plan_batch(inputs.rows, inputs.spec, index_cache=inputs.index_cache)
+    assert plan.fits_device(torch.device("cpu"))
+    elsewhere = replace(plan, facts=DeviceFacts.named("h200"))
+    with pytest.raises(InputError, match="plan: wanted one for cpu; got one for H200"):
+        flashqsa.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec, plan=elsewhere)
