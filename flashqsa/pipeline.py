@@ -68,6 +68,11 @@ def select_blocks(
     """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
     plan = _plan(plan, rows, spec, index_cache, index_q.dtype, route, selection_given=False)
+    return _select(index_q, index_cache, rows, spec, plan)
+
+
+def _select(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: Plan) -> Selection:
+    """`select_blocks` of what has been checked and planned."""
     capture.note("select_blocks", spec, rows, plan, index_q=index_q, index_cache=index_cache)
     chosen = _announced(plan, "select", rows)
     if chosen.mode == "reference":
@@ -112,17 +117,29 @@ def sparse_attention(
     """
     _check_kv_call(q, kv_cache, selection, rows, spec, gate, check_values)
     plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=selection is not None)
+    output, lse = _attend(q, kv_cache, selection, rows, spec, gate, plan)
+    return (output, lse) if return_lse else output
+
+
+def _attend(
+    q: Tensor,
+    kv_cache: KvCache,
+    selection: Selection | None,
+    rows: Rows,
+    spec: QsaSpec,
+    gate: Tensor | None,
+    plan: Plan,
+) -> tuple[Tensor, Tensor]:
+    """`sparse_attention` of what has been checked and planned: output and lse."""
     capture.note("sparse_attention", spec, rows, plan, q=q, gate=gate, kv_cache=kv_cache, selection=selection)
     chosen = _announced(plan, "attend", rows)
     if chosen.mode == "reference":
-        output, lse = reference.sparse_attention(q, kv_cache, selection, rows, spec, gate)
-    else:
-        kernels = KERNEL_SETS[chosen.kernel_set]
-        chosen_blocks = None if chosen.mode == "dense" else selection
-        work = kernels.worklist(chosen_blocks, rows, spec, kv_cache, plan.attend)
-        partial = kernels.attend(q, kv_cache, work, rows, spec, plan.attend)
-        output, lse = kernels.merge(partial, gate, q.dtype)
-    return (output, lse) if return_lse else output
+        return reference.sparse_attention(q, kv_cache, selection, rows, spec, gate)
+    kernels = KERNEL_SETS[chosen.kernel_set]
+    work = kernels.worklist(selection, rows, spec, kv_cache, plan.attend)
+    partial = kernels.attend(q, kv_cache, work, rows, spec, plan.attend)
+    output, lse = kernels.merge(partial, gate, q.dtype)
+    return output, lse
 
 
 def qsa_attention(
@@ -145,13 +162,14 @@ def qsa_attention(
     count: both caches are taken to have the same ones.
     """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
-    _check_kv_call(q, kv_cache, None, rows, spec, gate, check_values, selection_follows=True)
+    _check_kv_call(q, kv_cache, None, rows, spec, gate, check_values, after_index=True)
     check.check_requests(index_cache, kv_cache)
     plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=False)
     selection = None
     if plan.attend_decision.route.mode != "dense":
-        selection = select_blocks(index_q, index_cache, rows, spec, plan=plan, check_values=False)
-    return sparse_attention(q, kv_cache, selection, rows, spec, gate, return_lse, plan=plan, check_values=False)
+        selection = _select(index_q, index_cache, rows, spec, plan)
+    output, lse = _attend(q, kv_cache, selection, rows, spec, gate, plan)
+    return (output, lse) if return_lse else output
 
 
 def write_index_keys(
@@ -239,17 +257,19 @@ def _check_kv_call(
     gate: Tensor | None,
     check_values: bool | None,
     *,
-    selection_follows: bool = False,
+    after_index: bool = False,
 ) -> None:
+    """Checks an attention call; `after_index` where `_check_index_call` has read the rows and a selection follows."""
     check.check_spec(spec)
     device = check.device_of("q", q)
     check.check_rows(rows, device)
     check.check_kv_cache(kv_cache, spec, device, rows.max_position)
     check.check_q(q, kv_cache, gate, rows, spec)
-    if not selection_follows:
+    if not after_index:
         check.check_selection(selection, rows, spec)
     if check.wants_value_checks(check_values, device):
-        check.check_row_values(rows, kv_cache.requests)
+        if not after_index:
+            check.check_row_values(rows, kv_cache.requests)
         check.check_table_values("kv_cache", kv_cache.page_table, kv_cache.keys.shape[0])
         if selection is not None:
             check.check_selection_values(selection, rows, spec)

@@ -39,9 +39,8 @@ class Call:
     q_dtype, cache_dtype          storage dtypes; `cache_dtype` is the index cache's for the select stage
     selection_given               whether attention reads a Selection, which may hold less than all that a row sees
 
-    >>> call = Call(QsaSpec(), rows=8192, requests=1, max_position=8191)
-    >>> call.rows_per_request
-    8192.0
+    >>> Call(QsaSpec(), rows=8192, requests=1, max_position=8191).selects_everything
+    False
     """
 
     spec: QsaSpec
@@ -52,11 +51,6 @@ class Call:
     cache_dtype: torch.dtype = torch.float32
     page_tokens: int = 64
     selection_given: bool = False
-
-    @property
-    def rows_per_request(self) -> float:
-        """Mean rows per request of the page tables."""
-        return self.rows / max(self.requests, 1)
 
     @property
     def selects_everything(self) -> bool:

@@ -55,13 +55,13 @@ def models() -> tuple[Any, Any]:
 def seen(monkeypatch: pytest.MonkeyPatch) -> list[Selection]:
     """The selections that the pipeline hands on while a test runs, in order."""
     found: list[Selection] = []
-    inner = pipeline.select_blocks
+    inner = pipeline._select
 
     def recorded(*args: Any, **kwargs: Any) -> Selection:
         found.append(inner(*args, **kwargs))
         return found[-1]
 
-    monkeypatch.setattr(pipeline, "select_blocks", recorded)
+    monkeypatch.setattr(pipeline, "_select", recorded)
     return found
 
 
