@@ -2,7 +2,8 @@
 #
 #   make demo      prefill a long text through a Qwen4-Exp model, with and without FlashQSA
 #   make test      lint, then every test that needs no GPU
-#   make gpu-test  the tests that need an NVIDIA GPU, with the Python that is already set up there
+#   make gpu-test  the tests that need an NVIDIA GPU, with the Python that is already set up there (GPU_WORKERS=8 for
+#                  so many at a time, where pytest-xdist is installed)
 #   make docs      write the generated part of docs/KNOBS.md
 #   make clean     remove .venv and what tools leave behind
 #
@@ -49,7 +50,7 @@ gpu-test:
 	@$(GPU_PYTHON) -c 'import sys, torch; sys.exit(None if torch.cuda.is_available() else \
 	    "gpu-test: torch " + torch.__version__ + " sees no NVIDIA GPU here: nothing was tested")'
 	@if [ -z "$(GPU_TESTS)" ]; then echo "gpu-test: no test is marked gpu: nothing was tested" >&2; exit 1; fi
-	$(GPU_PYTHON) -m pytest -m gpu $(GPU_TESTS)
+	$(GPU_PYTHON) -m pytest $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) -m gpu $(GPU_TESTS)
 
 docs: $(READY)
 	$(BIN)/python -c 'import pathlib; from flashqsa import knobs; page = pathlib.Path("docs/KNOBS.md"); \

@@ -40,7 +40,7 @@ from torch import Tensor
 from flashqsa import __version__, knobs
 from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.plan import Plan
-from flashqsa.route import Decision
+from flashqsa.route import Decision, NoRouteError
 from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
 
 FORMAT = "flashqsa-capture"
@@ -166,7 +166,8 @@ def note(function: str, spec: QsaSpec, rows: Rows, plan: Plan, **values: Value) 
     if not folder and not listeners:
         return
     noted = Noted(function, spec, rows, plan, values)
-    if folder:
+    # A CUDA graph being captured cannot be read from: the call that warmed it up was.
+    if folder and not (rows.request.is_cuda and torch.cuda.is_current_stream_capturing()):
         _by_knob.setdefault(folder, _FirstCalls(Path(folder)))(noted)
     for listener in listeners:
         listener(noted)
@@ -226,6 +227,14 @@ def decision_as_json(decision: Decision) -> dict[str, Any]:
     }
 
 
+def _choice_as_json(choice: Decision | NoRouteError) -> dict[str, Any]:
+    """A decision as JSON; the reasons where a stage that the call does not take has no route."""
+    if isinstance(choice, NoRouteError):
+        refused = [{"route": str(r.route), "reason": r.reason} for r in choice.refused]
+        return {"route": None, "refused": refused, "unused": []}
+    return decision_as_json(choice)
+
+
 def facts_as_json(facts: DeviceFacts) -> dict[str, Any]:
     """Device facts as plain JSON values."""
     fields = dataclasses.asdict(facts)
@@ -271,11 +280,10 @@ def _write(staging: Path, noted: Noted) -> None:
             "max_position": call.max_position,
             "q_dtype": _dtype_name(call.q_dtype),
             "cache_dtype": _dtype_name(call.cache_dtype),
-            "page_tokens": call.page_tokens,
         },
         "routes": {
-            "select": decision_as_json(plan.select_decision),
-            "attend": decision_as_json(plan.attend_decision),
+            "select": _choice_as_json(plan.select_choice),
+            "attend": _choice_as_json(plan.attend_choice),
         },
         "plan": {"select": dataclasses.asdict(plan.select), "attend": dataclasses.asdict(plan.attend)},
         "values": described,

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from flashqsa import knobs
 from flashqsa.plan import Plan
-from flashqsa.route import PINS
+from flashqsa.route import PINS, Call, Stage, route_refusal
 from flashqsa.values import (
     FP8,
     MAX_HEADS_PER_KV_HEAD,
@@ -230,25 +231,71 @@ def check_selection(selection: Selection | None, rows: Rows, spec: QsaSpec) -> S
 
 
 def check_plan(
-    plan: Plan | None, rows: Rows, requests: int, spec: QsaSpec, route: str | None, selection_given: bool
+    plan: Plan | None,
+    call: Call,
+    device: torch.device,
+    route: str | None,
+    batch_invariant: bool | None,
+    stages: Sequence[Stage],
 ) -> Plan | None:
-    """The plan, or InputError: made for another batch, for no selection where one is given, or beside a named route."""
+    """The plan, or InputError where it does not suit the call that is about to be made.
+
+    call    of this call's own tensors; the fields of a stage that is not among `stages` are not looked at
+
+    A plan may be for a larger bound on positions. Raises InputError for a plan of another batch, dtype or device, for
+    one whose route these tensors cannot take, or beside a named route or another `batch_invariant`. Raises NoRouteError
+    where the plan has no route for one of the stages.
+    """
     if plan is None:
         return None
     if not isinstance(plan, Plan):
         raise InputError("plan", "a Plan", type(plan).__name__)
     if route is not None:
         raise InputError("route", "no route beside a plan, which has its own", repr(route))
-    call = plan.call
-    if (call.spec, call.rows, call.requests) != (spec, rows.count, requests) or rows.max_position > call.max_position:
-        wanted = f"a plan of {rows.count} rows of {requests} requests, positions to {rows.max_position}, for {spec}"
-        got = f"one of {call.rows} rows of {call.requests} requests, positions to {call.max_position}, for {call.spec}"
-        raise InputError("plan", wanted, got)
-    if not plan.fits_device(rows.request.device):
-        raise InputError("plan", f"one for {rows.request.device}", f"one for {plan.facts.name} ({plan.facts.arch})")
-    if selection_given and plan.attend_decision.route.mode == "dense":
-        raise InputError("plan", "one made with selection_given=True, since a selection is given", "a dense one")
+    made_for = plan.call
+    if batch_invariant is not None and batch_invariant != made_for.batch_invariant:
+        raise InputError("batch_invariant", "the plan's", batch_invariant)
+    same = (made_for.spec, made_for.rows, made_for.requests) == (call.spec, call.rows, call.requests)
+    if not same or call.max_position > made_for.max_position:
+        raise InputError("plan", f"a plan of {_batch(call)}", f"one of {_batch(made_for)}")
+    if not plan.fits_device(device):
+        raise InputError("plan", f"one for {device}", f"one for {plan.facts.name} ({plan.facts.arch})")
+    for stage in stages:
+        chosen = plan.decision(stage).route
+        _stage_dtypes(stage, call, made_for)
+        # Tensors are asked about as they are, the batch as it was planned.
+        asked = replace(made_for, q_dtype=call.q_dtype, layout=call.layout, selection_given=call.selection_given)
+        reason = route_refusal(chosen, asked, plan.facts)
+        if reason is not None and chosen.mode == "dense" and call.selection_given:
+            raise InputError("plan", "one made with selection_given=True, since a selection is given", "a dense one")
+        if reason is not None:
+            raise InputError("plan", "one whose route these tensors can take", f"{chosen}: {reason}")
     return plan
+
+
+def _batch(call: Call) -> str:
+    return f"{call.rows} rows of {call.requests} requests, positions to {call.max_position}, for {call.spec}"
+
+
+def _stage_dtypes(stage: Stage, call: Call, made_for: Call) -> None:
+    """Storage dtypes that a stage's sizes were made for."""
+    if stage == "attend":
+        wanted, got = call.cache_dtype, made_for.cache_dtype
+    else:
+        wanted, got = call.index_cache_dtype or call.cache_dtype, made_for.index_cache_dtype or made_for.cache_dtype
+        if wanted == got and call.index_q_bytes != made_for.index_q_bytes:
+            wanted, got = call.index_q_dtype or call.q_dtype, made_for.index_q_dtype or made_for.q_dtype
+    if wanted != got:
+        raise InputError("plan", f"one for {_name(wanted)} in the {stage} stage", f"one for {_name(got)}")
+
+
+def wants_batch_invariance(batch_invariant: bool | None) -> bool:
+    """The argument, else FLASHQSA_BATCH_INVARIANT."""
+    if batch_invariant is None:
+        return knobs.BATCH_INVARIANT.read() == "on"
+    if not isinstance(batch_invariant, bool):
+        raise InputError("batch_invariant", "True, False or None", repr(batch_invariant))
+    return batch_invariant
 
 
 def check_pin(route: str | None) -> str | None:

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from dataclasses import dataclass
 
 from flashqsa.device import DeviceFacts
-from flashqsa.tables import attend_smxx as attend_table
 from flashqsa.tables import cpu as cpu_table
 from flashqsa.tables import smxx as smxx_table
 from flashqsa.values import SEGMENT_BLOCKS, QsaSpec
@@ -124,9 +122,18 @@ class TopkConfig:
 
 
 def score_config(
-    spec: QsaSpec, rows: int, requests: int, max_position: int, q_bytes: int, facts: DeviceFacts
+    spec: QsaSpec,
+    rows: int,
+    requests: int,
+    max_position: int,
+    q_bytes: int,
+    facts: DeviceFacts,
+    batch_invariant: bool = False,
 ) -> ScoreConfig:
     """The preferred configuration of the score stage for some rows of a call, whose queries take `q_bytes` a number.
+
+    batch_invariant  takes the same tile whatever the rows: a score's bits depend on the products of its tile, not on
+                     what else the tile holds
 
     >>> score_config(QsaSpec(), 544, 1, 183_999, 2, DeviceFacts.named("h200"))
     ScoreConfig(rows=32, window=32, columns=128, slices=15, runs=1, warps=4, stages=2, decode_fp8=False)
@@ -136,7 +143,7 @@ def score_config(
     capability = facts.capability or (0, 0)
     together = -(-rows // max(requests, 1))
     tiles = smxx_table.score_tiles(capability, q_bytes)
-    tile = next((tile for tile in tiles if tile["rows"] >= together), tiles[-1])
+    tile = next((tile for tile in tiles if tile["rows"] >= together and not batch_invariant), tiles[-1])
     even = rows == together * requests and 0 < together <= tile["rows"]
     window = together if even else tile["rows"]
     width = max(spec.visible_blocks(max_position), 1)
@@ -144,7 +151,7 @@ def score_config(
     wanted = facts.multiprocessors * tile["programs"]
     runs = 1 if even else min(max(requests, 1), tile["rows"], smxx_table.MAX_RUNS)
     columns = tile["columns"]
-    if windows * -(-width // columns) < facts.multiprocessors:
+    if windows * -(-width // columns) < facts.multiprocessors and not batch_invariant:
         columns = tile["columns_few"]
     slices = min(max(wanted // windows, 1), -(-width // columns))
     return ScoreConfig(tile["rows"], window, columns, slices, runs, tile["warps"], tile["stages"], capability < (8, 9))
@@ -211,294 +218,3 @@ def topk_config(spec: QsaSpec, rows: int, facts: DeviceFacts) -> TopkConfig:
     # sm_75 holds 1,024 threads per multiprocessor, sm_86, sm_89 and sm_12x 1,536, the others 2,048.
     resident = 1024 if facts.capability == (7, 5) else 1536
     return TopkConfig(facts.capability, threads, resident if many else threads)
-
-
-@dataclass(frozen=True)
-class TritonTile:
-    """How a program of the Triton attention kernel cuts its work.
-
-    group_rows  rows of a window
-    lines       query lines of a tile, a power of two from 16: at least group_rows times the query heads of a KV head
-    tokens      tokens of a tile, a power of two
-    warps       of a program
-    stages      tiles in flight, the one at work included
-    resident    programs that a multiprocessor holds at a time
-    words       whether an FP8 cache is read in words of four numbers, converted by instructions of our own choice
-    native_fp8  whether the device converts E4M3 to FP16 itself (from sm_89 on)
-    """
-
-    group_rows: int
-    lines: int
-    tokens: int
-    warps: int
-    stages: int
-    resident: int
-    words: bool = False
-    native_fp8: bool = True
-
-
-@dataclass(frozen=True)
-class HopperTile:
-    """How a program of the CUDA C++ attention kernel of compute capability 9.0 cuts its work.
-
-    group_rows  rows of a window
-    consumers   warp groups that hold 64 query lines each, 1 or 2
-    stages      tiles of 64 keys, and of 64 values, in flight
-    """
-
-    group_rows: int
-    consumers: int
-    stages: int
-
-    LINES: ClassVar[int] = 64
-    TOKENS: ClassVar[int] = 64
-    HEAD_DIM: ClassVar[int] = 256
-
-    @property
-    def shared_bytes(self) -> int:
-        """Dynamic shared memory: queries, keys, values, masks, four barriers per stage, and room to align them."""
-        tile = self.LINES * self.HEAD_DIM * 2
-        return (self.consumers + 2 * self.stages) * tile + self.stages * (self.TOKENS * 4 + 32) + 1024
-
-    @property
-    def tokens(self) -> int:
-        """Tokens of a tile."""
-        return self.TOKENS
-
-    @property
-    def resident(self) -> int:
-        """Programs that a multiprocessor holds at a time."""
-        return 1
-
-
-@dataclass(frozen=True)
-class Split:
-    """Which units (a window and a KV head each) are cut: the first `whole` are not, each other one into `parts`.
-
-    inside  whether the part of a unit that ends last merges its parts, in the attention kernel
-
-    >>> Split(units=5, whole=3, parts=4).programs
-    11
-    """
-
-    units: int
-    whole: int
-    parts: int = 1
-    inside: bool = True
-
-    @property
-    def cut(self) -> int:
-        """Units that are cut."""
-        return self.units - self.whole
-
-    @property
-    def programs(self) -> int:
-        """Programs to launch: the whole units' first, then part by part."""
-        return self.whole + self.cut * self.parts
-
-
-PART_COST = 0.05
-"""What cutting costs each part of a unit besides its share, in units: storing its partial result and merging it."""
-
-MAX_PARTS = 64
-
-MAX_PARTS_INSIDE = 8
-"""Most parts that the last of them merges; more are merged by a kernel of their own, with a program per few heads."""
-
-LIST_PAD = 32
-"""A window's list is filled up to a multiple of so many entries, so that no tile of the attention kernels is ragged."""
-
-MAX_WINDOW_ROWS = 32
-"""Rows of a window: the bits of a mask word."""
-
-
-def choose_split(units: int, slots: int, tiles: int) -> Split:
-    """Cuts what does not fill a wave of `slots` programs, or that and the wave before it, or nothing.
-
-    tiles  of a typical unit: no unit is cut into more parts than it has tiles
-
-    Time is counted in units: whole waves, then the waves of parts, each of which costs `PART_COST` more than its share.
-
-    >>> choose_split(units=646, slots=264, tiles=64)
-    Split(units=646, whole=528, parts=2, inside=True)
-    >>> choose_split(units=128, slots=132, tiles=33)
-    Split(units=128, whole=128, parts=1, inside=True)
-    >>> choose_split(units=2, slots=132, tiles=33)
-    Split(units=2, whole=0, parts=33, inside=False)
-    """
-    best, found = float(-(-units // slots)), Split(units, units)
-    most = max(min(tiles, MAX_PARTS), 1)
-    rest = units % slots
-    for tail in (rest, min(rest + slots, units)):
-        # Parts that are merged apart begin with the first unit, so that whole rows are merged.
-        inside_only = tail < units
-        for parts in range(2, (min(most, MAX_PARTS_INSIDE) if inside_only else most) + 1) if tail else ():
-            waves = -(-tail * parts // slots)
-            cost = (units - tail) / slots + waves * (1.0 / parts + PART_COST)
-            if cost < best - 1e-9:
-                best, found = cost, Split(units, units - tail, parts, parts <= MAX_PARTS_INSIDE)
-    return found
-
-
-@dataclass(frozen=True)
-class AttendShape:
-    """Everything about the attention stage of `smxx` that host numbers decide.
-
-    tile        of the Triton kernel, or of Hopper's own
-    capacity    most worklist entries of a window
-    slots       programs that the device holds at a time
-    unit_tiles  tiles of a unit whose rows see as many blocks as any
-    cuts        whether units may be cut
-    """
-
-    tile: TritonTile | HopperTile
-    capacity: int
-    slots: int
-    unit_tiles: int
-    cuts: bool = True
-
-    def split(self, rows: int, spec: QsaSpec) -> Split:
-        """How the units of some rows are cut."""
-        units = -(-rows // self.tile.group_rows) * spec.kv_heads
-        return choose_split(units, self.slots, self.unit_tiles) if self.cuts else Split(units, units)
-
-    def chunk_rows(self, spec: QsaSpec, limit_bytes: int) -> int:
-        """Rows to attend at a time, so that their worklists fit a workspace limit: whole windows, at least one."""
-        window_bytes = self.capacity * 4 * (2 + spec.block_tokens)
-        return max(limit_bytes // window_bytes, 1) * self.tile.group_rows
-
-
-def list_capacity(spec: QsaSpec, group_rows: int, requests: int, max_position: int) -> int:
-    """Most worklist entries of a window, filled up: its rows share nothing, or they see no more.
-
-    >>> list_capacity(QsaSpec(), group_rows=8, requests=1, max_position=100_000)
-    4128
-    >>> list_capacity(QsaSpec(), group_rows=8, requests=1, max_position=1_000)
-    256
-    """
-    visible = spec.visible_blocks(max_position) + 1
-    row_entries = min(spec.top_blocks + 1, visible)
-    runs = min(group_rows, max(requests, 1))
-    most = max(min(group_rows * row_entries, runs * visible), 1)
-    return -(-most // LIST_PAD) * LIST_PAD
-
-
-def attend_refusal(spec: QsaSpec, fp32: bool, facts: DeviceFacts) -> str | None:
-    """Why the attention stage of `smxx` cannot serve a layer on a device, or None when it can.
-
-    fp32  whether the cache holds FP32
-
-    >>> attend_refusal(QsaSpec(), False, DeviceFacts.named("v100"))
-    'Triton has no tensor-core products before sm_80, got sm_70'
-    >>> attend_refusal(QsaSpec(head_dim=96), False, DeviceFacts.named("h200"))
-    'head_dim must be a power of two from 16 to 256, got 96'
-    """
-    if facts.capability is None or facts.capability < (8, 0):
-        return f"Triton has no tensor-core products before sm_80, got {facts.arch}"
-    if fp32:
-        return "tensor cores take FP16 and BF16: an FP32 cache would lose bits"
-    for name, value, most in (("head_dim", spec.head_dim, 256), ("block_tokens", spec.block_tokens, 32)):
-        least = 16 if name == "head_dim" else 1
-        if value & (value - 1) or not least <= value <= most:
-            return f"{name} must be a power of two from {least} to {most}, got {value}"
-    if not triton_tiles(spec, spec.heads_per_kv_head, False, facts):
-        return f"{spec.heads_per_kv_head} heads of {spec.head_dim} do not fit {facts.shared_memory_bytes} bytes"
-    return None
-
-
-def triton_tiles(spec: QsaSpec, lines: int, fp8: bool, facts: DeviceFacts) -> list[TritonTile]:
-    """Tiles that hold `lines` query lines and fit a device, in order of preference; one row each."""
-    wgmma = facts.capability is not None and facts.capability[0] == 9
-    found: list[TritonTile] = []
-    for entry in attend_table.WGMMA if wgmma else attend_table.MMA:
-        # Lists are filled up to a multiple of LIST_PAD entries, so a tile may hold no more.
-        tokens = min(entry["tokens"] * 256 // spec.head_dim, 128, LIST_PAD * spec.block_tokens)
-        stages = attend_table.FP8_STAGES if fp8 and wgmma and entry["lines"] == 64 else entry["stages"]
-        # Products of 64 lines read keys and values where they were copied to; others free that place before them.
-        tiles = stages if wgmma and entry["lines"] == 64 else stages - 1
-        converted = 1 if fp8 else 0
-        size = spec.head_dim * (2 * entry["lines"] + 2 * tokens * (tiles * (1 if fp8 else 2) + 2 * converted)) + 8192
-        if entry["lines"] >= lines and size <= facts.shared_memory_bytes and tokens >= spec.block_tokens:
-            found.append(
-                TritonTile(1, entry["lines"], tokens, entry["warps"], stages, entry["resident"], fp8, native_fp8(facts))
-            )
-    return found
-
-
-def native_fp8(facts: DeviceFacts) -> bool:
-    """Whether a device converts E4M3 itself."""
-    return facts.capability is not None and facts.capability >= (8, 9)
-
-
-def attend_shape(
-    spec: QsaSpec,
-    rows: int,
-    requests: int,
-    max_position: int,
-    facts: DeviceFacts,
-    *,
-    fp8: bool = False,
-    hopper: bool = True,
-    batch_invariant: bool = False,
-) -> AttendShape:
-    """The preferred launch of the attention stage for some rows of a call.
-
-    fp8              whether the cache holds FP8
-    hopper           whether the caller's tensors suit Hopper's own kernel (`kernels.smxx.hopper.hopper_refusal`)
-    batch_invariant  gives a row the same bits whatever shares its launch: it shares no gather, and is not cut
-
-    Raises ValueError where `attend_refusal` gives a reason.
-
-    >>> shape = attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("h200"))
-    >>> shape.split(1616, QsaSpec()), shape.chunk_rows(QsaSpec(), 128 << 20)
-    (Split(units=324, whole=264, parts=2, inside=True), 10850)
-    >>> shape.tile
-    HopperTile(group_rows=10, consumers=2, stages=2)
-    >>> attend_shape(QsaSpec(), 320, 64, 32_767, DeviceFacts.named("h200")).tile    # five verify rows per request
-    HopperTile(group_rows=5, consumers=1, stages=3)
-    >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("a100")).tile.group_rows
-    5
-    """
-    refusal = attend_refusal(spec, False, facts)
-    if refusal is not None:
-        raise ValueError(refusal)
-    heads = spec.heads_per_kv_head
-    together = 1 if batch_invariant else max(-(-rows // max(requests, 1)), 1)
-    tile: TritonTile | HopperTile
-    if hopper and facts.capability == (9, 0) and spec.head_dim == HopperTile.HEAD_DIM and spec.block_tokens == 4:
-        held = HopperTile.LINES // heads
-        if together == 1 and heads <= 16 and not fp8 and not batch_invariant:
-            tile = _triton_tile(spec, 1, fp8, facts)
-        elif together <= held or held >= attend_table.HOPPER_ROWS or fp8:
-            tile = HopperTile(window_rows(together, held), 1, 3)
-        else:
-            tile = HopperTile(window_rows(together, 2 * held), 2, 2)
-    else:
-        tile = _triton_tile(spec, window_rows(together, max(64 // heads, 1)), fp8, facts)
-    blocks = min(spec.top_blocks, spec.visible_blocks(max_position)) + 1
-    return AttendShape(
-        tile,
-        list_capacity(spec, tile.group_rows, requests, max_position),
-        facts.multiprocessors * tile.resident,
-        -(-blocks * spec.block_tokens // tile.tokens),
-        not batch_invariant,
-    )
-
-
-def window_rows(together: int, held: int) -> int:
-    """Rows of a window, of the `together` rows that a request has on average and the `held` that a tile has room for.
-
-    >>> window_rows(1, 5), window_rows(4, 5), window_rows(8, 5), window_rows(1616, 5)
-    (1, 4, 4, 5)
-    """
-    held = min(held, attend_table.MOST_ROWS)
-    if together > 4 * held:
-        return held
-    return -(-together // -(-together // held))
-
-
-def _triton_tile(spec: QsaSpec, group_rows: int, fp8: bool, facts: DeviceFacts) -> TritonTile:
-    tiles = triton_tiles(spec, group_rows * spec.heads_per_kv_head, fp8, facts)
-    if not tiles:
-        group_rows, tiles = 1, triton_tiles(spec, spec.heads_per_kv_head, fp8, facts)
-    return replace(tiles[0], group_rows=group_rows)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from types import MappingProxyType
 
 import torch
@@ -23,6 +24,7 @@ class DeviceFacts:
     shared_memory_bytes most shared memory one thread block may opt in to; 0 on a CPU
     memory_bytes        device memory; 0 where it was not asked
     kernel_sets         kernel sets of this package with an image for the device
+    missing             (kernel set, what it needs and this machine lacks) of the sets that would have one
 
     >>> DeviceFacts.named("v100").capability, DeviceFacts.named("v100").shared_memory_bytes
     ((7, 0), 98304)
@@ -35,6 +37,7 @@ class DeviceFacts:
     shared_memory_bytes: int = 0
     memory_bytes: int = 0
     kernel_sets: frozenset[str] = frozenset()
+    missing: tuple[tuple[str, str], ...] = ()
 
     @property
     def arch(self) -> str:
@@ -51,11 +54,37 @@ class DeviceFacts:
 
 
 def kernel_sets_for(capability: tuple[int, int] | None) -> frozenset[str]:
-    """Kernel sets of this package that have an image for a compute capability (None: a CPU), matched exactly.
+    """Kernel sets of this package that have an image for a compute capability (None: a CPU).
 
+    `smxx` is compiled on the machine, for Ampere (8.x) to Blackwell (12.x); `sm90` has instructions of 9.0 alone;
     `reference` is plain torch and runs anywhere.
+
+    >>> sorted(kernel_sets_for((9, 0))), sorted(kernel_sets_for((12, 0)))
+    (['reference', 'sm90', 'smxx'], ['reference', 'smxx'])
     """
-    return frozenset({"cpu", "reference"}) if capability is None else frozenset({"reference"})
+    if capability is None:
+        return frozenset({"cpu", "reference"})
+    sets = {"reference"}
+    if 8 <= capability[0] <= 12:
+        sets.add("smxx")
+    if capability == (9, 0):
+        sets.add("sm90")
+    return frozenset(sets)
+
+
+NEEDS = MappingProxyType({"smxx": ("triton",), "sm90": ("triton",)})
+"""Packages that a kernel set cannot do without."""
+
+
+def _installed(sets: frozenset[str]) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
+    """The kernel sets whose packages are installed, and what the others lack."""
+    missing = tuple(
+        (name, f"{package} is not installed")
+        for name in sorted(sets)
+        for package in NEEDS.get(name, ())
+        if find_spec(package) is None
+    )
+    return sets - {name for name, _ in missing}, missing
 
 
 def _gpu(name: str, capability: tuple[int, int], multiprocessors: int, shared_kib: int, memory_gib: int) -> DeviceFacts:
@@ -100,6 +129,7 @@ def facts_of(device: torch.device) -> DeviceFacts:
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         capability = (found.major, found.minor)
+        sets, missing = _installed(kernel_sets_for(capability))
         return DeviceFacts(
             "cuda",
             found.name,
@@ -107,7 +137,8 @@ def facts_of(device: torch.device) -> DeviceFacts:
             found.multi_processor_count,
             int(getattr(found, "shared_memory_per_block_optin", 0)),
             int(found.total_memory),
-            kernel_sets_for(capability),
+            sets,
+            missing,
         )
     sets = kernel_sets_for(None) if device.type == "cpu" else frozenset({"reference"})
     return DeviceFacts(device.type, device.type.upper(), None, torch.get_num_threads(), kernel_sets=sets)

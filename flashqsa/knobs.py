@@ -76,6 +76,13 @@ CHECK_VALUES = Knob(
     "(on for CPU tensors, off where it would synchronise with a GPU).",
     choices=("auto", "on", "off"),
 )
+BATCH_INVARIANT = Knob(
+    "FLASHQSA_BATCH_INVARIANT",
+    "choice",
+    "off",
+    "Whether a row gets the same bits whatever shares its launch, for calls that do not say: `on` (slower) or `off`.",
+    choices=("on", "off"),
+)
 CAPTURE = Knob(
     "FLASHQSA_CAPTURE",
     "text",
@@ -95,7 +102,7 @@ NVRTC = Knob(
     "The NVRTC library to compile CUDA C++ with: a file, or a name the dynamic loader knows. Default: the best found.",
 )
 
-KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, CAPTURE, CACHE_DIR, NVRTC)
+KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC)
 
 
 def workspace_bytes() -> int:

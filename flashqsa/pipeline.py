@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from importlib import import_module
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
 from flashqsa import capture, check, reference
+from flashqsa.attend_shape import Layout
 from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.kernels import cpu
-from flashqsa.plan import Plan, make_plan
-from flashqsa.route import Call, Route, announce
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
+from flashqsa.plan import STAGES, Plan, make_plan
+from flashqsa.route import Call, Route, Stage, announce
+from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Selection
 
 KERNEL_SETS: dict[str, ModuleType] = {"cpu": cpu}
+"""The kernel sets that were used so far, by name."""
+
+
+def kernel_set(name: str) -> ModuleType:
+    """A kernel set, imported at its first use: those for GPUs need packages that not every machine has."""
+    if name not in KERNEL_SETS:
+        KERNEL_SETS[name] = import_module(f"flashqsa.kernels.{name}")
+    return KERNEL_SETS[name]
 
 
 def plan_batch(
@@ -25,23 +36,43 @@ def plan_batch(
     kv_cache: KvCache | None = None,
     q_dtype: torch.dtype | None = None,
     selection_given: bool = True,
+    batch_invariant: bool | None = None,
     route: str | None = None,
 ) -> Plan:
     """Routes and sizes for a batch, to be passed as `plan=` to every layer's call.
 
-    Takes the caches (one of them at least) for their dtype, page size and number of requests. `q_dtype` defaults to the
-    cache's dtype. With `selection_given=False` the plan is for `qsa_attention`, or for `sparse_attention` without a
-    Selection, and may take the dense route. Raises InputError, NoRouteError, KnobError.
+    Takes the caches (one of them at least) for their dtype, layout and number of requests; a cache that is not given is
+    taken to be of the other's dtype. `q_dtype` is that of queries and index queries: the cache's by default, BF16 for
+    an FP8 cache. Queries and gates are taken to have heads that begin at multiples of 16 bytes, as fresh tensors have.
+    With `selection_given=False` the plan is for `qsa_attention`, or for `sparse_attention` without a Selection, and may
+    take the dense route. Raises InputError, KnobError, and NoRouteError where the stage of a given cache has no route.
     """
     check.check_spec(spec)
     cache = check.check_any_cache(kv_cache, index_cache)
     check.check_rows(rows, device := check.device_of_rows(rows))
+    stages: tuple[Stage, ...] = ()
     if index_cache is not None:
         check.check_index_cache(index_cache, spec, device, rows.max_position)
+        stages = ("select",)
     if kv_cache is not None:
         check.check_kv_cache(kv_cache, spec, device, rows.max_position)
-    call = _call(rows, spec, cache, check.check_q_dtype(q_dtype), selection_given)
-    return make_plan(call, facts_of(device), check.check_pin(route))
+        stages = (*stages, "attend")
+    check.check_q_dtype(q_dtype)
+    dtype, index_dtype = ((c or cache).keys.dtype for c in (kv_cache, index_cache))
+    call = Call(
+        spec,
+        rows.count,
+        cache.requests,
+        rows.max_position,
+        q_dtype or _q_dtype(dtype),
+        dtype,
+        q_dtype or _q_dtype(index_dtype),
+        index_dtype,
+        Layout() if kv_cache is None else Layout.of(kv_cache, spec),
+        selection_given,
+        check.wants_batch_invariance(batch_invariant),
+    )
+    return make_plan(call, facts_of(device), check.check_pin(route), stages)
 
 
 def select_blocks(
@@ -52,14 +83,18 @@ def select_blocks(
     *,
     plan: Plan | None = None,
     route: str | None = None,
+    batch_invariant: bool | None = None,
     check_values: bool | None = None,
 ) -> Selection:
     """Selects each row's best blocks: by score descending, then block id ascending; handed on in ascending order.
 
-    index_q       [rows, index_heads, index_dim], normalised and rotated, in the index cache's dtype
-    plan          from `plan_batch`; worked out here when absent
-    route         pins a route by mode, kernel set or both; it is used or NoRouteError is raised
-    check_values  reads row metadata and page tables for bad entries; default by FLASHQSA_CHECK_VALUES
+    index_q          [rows, index_heads, index_dim], normalised and rotated, in the index cache's dtype (any float for
+                     an FP8 cache)
+    plan             from `plan_batch`; worked out here when absent
+    route            pins a route by mode, kernel set or both; it is used or NoRouteError is raised
+    batch_invariant  gives a row the same bits whatever shares its launch; default by FLASHQSA_BATCH_INVARIANT. A plan
+                     has its own.
+    check_values     reads row metadata and page tables for bad entries; default by FLASHQSA_CHECK_VALUES
 
     The score of block b is index_dim^(-1/2) * sum over heads of relu(<index_q[row, head], key[b]>), in FP32. Blocks
     that score NaN or -inf are never selected. Rows that see no more blocks than they may select take them all.
@@ -67,7 +102,8 @@ def select_blocks(
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
-    plan = _plan(plan, rows, spec, index_cache, index_q.dtype, route, selection_given=False)
+    call = _select_call(index_q, index_cache, rows, spec, batch_invariant)
+    plan = _plan(plan, call, rows, route, batch_invariant, ("select",))
     return _select(index_q, index_cache, rows, spec, plan)
 
 
@@ -77,16 +113,16 @@ def _select(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec,
     chosen = _announced(plan, "select", rows)
     if chosen.mode == "reference":
         return reference.select_blocks(index_q, index_cache, rows, spec)
-    kernels = KERNEL_SETS[chosen.kernel_set]
+    kernels = kernel_set(chosen.kernel_set)
     selection: Selection
     if chosen.mode == "everything":
-        selection = kernels.select_everything(index_cache, rows, spec)
+        selection = kernels.select_everything(index_cache, rows, spec, plan.select)
         return selection
     selection = kernels.empty_selection(rows, spec)
     for start, stop in plan.select.chunks(rows.count):
         part = rows.slice(start, stop)
-        scores = kernels.score(index_q[start:stop], index_cache, part, spec)
-        kernels.topk(scores, selection.slice(start, stop))
+        scores = kernels.score(index_q[start:stop], index_cache, part, spec, plan.select)
+        kernels.topk(scores, selection.slice(start, stop), plan.select)
     return selection
 
 
@@ -101,6 +137,7 @@ def sparse_attention(
     *,
     plan: Plan | None = None,
     route: str | None = None,
+    batch_invariant: bool | None = None,
     check_values: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Grouped-query attention of each row over its selected blocks and its tail.
@@ -116,9 +153,9 @@ def sparse_attention(
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_kv_call(q, kv_cache, selection, rows, spec, gate, check_values)
-    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=selection is not None)
-    output, lse = _attend(q, kv_cache, selection, rows, spec, gate, plan)
-    return (output, lse) if return_lse else output
+    call = _attend_call(q, kv_cache, gate, rows, spec, batch_invariant, selection is not None)
+    plan = _plan(plan, call, rows, route, batch_invariant, ("attend",))
+    return _attend(q, kv_cache, selection, rows, spec, gate, return_lse, plan)
 
 
 def _attend(
@@ -128,18 +165,21 @@ def _attend(
     rows: Rows,
     spec: QsaSpec,
     gate: Tensor | None,
+    return_lse: bool,
     plan: Plan,
-) -> tuple[Tensor, Tensor]:
-    """`sparse_attention` of what has been checked and planned: output and lse."""
+) -> Tensor | tuple[Tensor, Tensor]:
+    """`sparse_attention` of what has been checked and planned."""
     capture.note("sparse_attention", spec, rows, plan, q=q, gate=gate, kv_cache=kv_cache, selection=selection)
     chosen = _announced(plan, "attend", rows)
+    output: Tensor
+    lse: Tensor
     if chosen.mode == "reference":
-        return reference.sparse_attention(q, kv_cache, selection, rows, spec, gate)
-    kernels = KERNEL_SETS[chosen.kernel_set]
-    work = kernels.worklist(selection, rows, spec, kv_cache, plan.attend)
-    partial = kernels.attend(q, kv_cache, work, rows, spec, plan.attend)
-    output, lse = kernels.merge(partial, gate, q.dtype)
-    return output, lse
+        output, lse = reference.sparse_attention(q, kv_cache, selection, rows, spec, gate)
+    else:
+        # Worklist, attend and merge, in as many launches as the kernel set makes of them.
+        kernels = kernel_set(chosen.kernel_set)
+        output, lse = kernels.sparse_attention(q, kv_cache, selection, rows, spec, gate, return_lse, plan.attend)
+    return (output, lse) if return_lse else output
 
 
 def qsa_attention(
@@ -154,6 +194,7 @@ def qsa_attention(
     *,
     plan: Plan | None = None,
     route: str | None = None,
+    batch_invariant: bool | None = None,
     check_values: bool | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """`select_blocks`, then `sparse_attention` on its selection: arguments, results and errors are theirs.
@@ -164,12 +205,13 @@ def qsa_attention(
     _check_index_call(index_q, index_cache, rows, spec, check_values)
     _check_kv_call(q, kv_cache, None, rows, spec, gate, check_values, after_index=True)
     check.check_requests(index_cache, kv_cache)
-    plan = _plan(plan, rows, spec, kv_cache, q.dtype, route, selection_given=False)
+    call = _attend_call(q, kv_cache, gate, rows, spec, batch_invariant, selection_given=False)
+    call = replace(call, index_q_dtype=index_q.dtype, index_cache_dtype=index_cache.keys.dtype)
+    plan = _plan(plan, call, rows, route, batch_invariant, STAGES)
     selection = None
     if plan.attend_decision.route.mode != "dense":
         selection = _select(index_q, index_cache, rows, spec, plan)
-    output, lse = _attend(q, kv_cache, selection, rows, spec, gate, plan)
-    return (output, lse) if return_lse else output
+    return _attend(q, kv_cache, selection, rows, spec, gate, return_lse, plan)
 
 
 def write_index_keys(
@@ -204,8 +246,8 @@ def write_index_keys(
     if check.wants_value_checks(check_values, device):
         check.check_row_values(rows, index_cache.requests, consecutive=True)
         check.check_table_values("index_cache", index_cache.page_table, index_cache.keys.shape[0])
-    kernels = _writing_kernels(facts_of(device))
-    kernels.write_index_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin, eps)
+    kernels, capability = _writing_kernels(facts_of(device))
+    kernels.write_index_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin, eps, *capability)
 
 
 def write_kv(
@@ -232,7 +274,8 @@ def write_kv(
     if check.wants_value_checks(check_values, device):
         check.check_row_values(rows, kv_cache.requests)
         check.check_table_values("kv_cache", kv_cache.page_table, kv_cache.keys.shape[0])
-    _writing_kernels(facts_of(device)).write_kv(keys, values, kv_cache, rows)
+    kernels, capability = _writing_kernels(facts_of(device))
+    kernels.write_kv(keys, values, kv_cache, rows, *capability)
 
 
 def _check_index_call(
@@ -275,52 +318,80 @@ def _check_kv_call(
             check.check_selection_values(selection, rows, spec)
 
 
-def _call(
-    rows: Rows,
-    spec: QsaSpec,
-    cache: IndexCache | KvCache,
-    q_dtype: torch.dtype | None,
-    selection_given: bool,
+def _q_dtype(cache_dtype: torch.dtype) -> torch.dtype:
+    """The dtype that queries of a cache have where nobody says."""
+    return torch.bfloat16 if cache_dtype == FP8 else cache_dtype
+
+
+def _select_call(
+    index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, batch_invariant: bool | None
 ) -> Call:
-    page_tokens = cache.page_tokens if isinstance(cache, KvCache) else cache.page_blocks * spec.block_tokens
-    cache_dtype = cache.keys.dtype
+    dtype, cache_dtype = index_q.dtype, index_cache.keys.dtype
     return Call(
         spec,
         rows.count,
-        cache.requests,
+        index_cache.requests,
         rows.max_position,
-        q_dtype or cache_dtype,
+        _q_dtype(cache_dtype),
         cache_dtype,
-        page_tokens,
-        selection_given,
+        dtype,
+        cache_dtype,
+        batch_invariant=check.wants_batch_invariance(batch_invariant),
+    )
+
+
+def _attend_call(
+    q: Tensor,
+    kv_cache: KvCache,
+    gate: Tensor | None,
+    rows: Rows,
+    spec: QsaSpec,
+    batch_invariant: bool | None,
+    selection_given: bool,
+) -> Call:
+    return Call(
+        spec,
+        rows.count,
+        kv_cache.requests,
+        rows.max_position,
+        q.dtype,
+        kv_cache.keys.dtype,
+        layout=Layout.of(kv_cache, spec, q, gate),
+        selection_given=selection_given,
+        batch_invariant=check.wants_batch_invariance(batch_invariant),
     )
 
 
 def _plan(
     plan: Plan | None,
+    call: Call,
     rows: Rows,
-    spec: QsaSpec,
-    cache: IndexCache | KvCache,
-    q_dtype: torch.dtype,
     route: str | None,
-    *,
-    selection_given: bool,
+    batch_invariant: bool | None,
+    stages: tuple[Stage, ...],
 ) -> Plan:
-    given = check.check_plan(plan, rows, cache.requests, spec, route, selection_given)
+    device = rows.request.device
+    given = check.check_plan(plan, call, device, route, batch_invariant, stages)
     if given is not None:
         return given
-    return make_plan(
-        _call(rows, spec, cache, q_dtype, selection_given), facts_of(rows.request.device), check.check_pin(route)
-    )
+    return make_plan(call, facts_of(device), check.check_pin(route), stages)
 
 
-def _announced(plan: Plan, stage: str, rows: Rows) -> Route:
+def _announced(plan: Plan, stage: Stage, rows: Rows) -> Route:
     device = rows.request.device
-    decision = plan.select_decision if stage == "select" else plan.attend_decision
+    decision = plan.decision(stage)
     announce(decision, plan.call, facts_of(device), device)
     return decision.route
 
 
-def _writing_kernels(facts: DeviceFacts) -> ModuleType:
-    """Writing has one way per kernel set and needs no route; the reference writes where no set has an image."""
-    return next((kernels for name, kernels in KERNEL_SETS.items() if name in facts.kernel_sets), reference)
+WRITING_SETS = ("smxx", "cpu")
+"""Kernel sets that write caches, in order of preference."""
+
+
+def _writing_kernels(facts: DeviceFacts) -> tuple[ModuleType, tuple[tuple[int, int], ...]]:
+    """The module that writes a device's caches, and the GPU's compute capability where it asks for one.
+
+    Writing has one way per kernel set and needs no route; the reference writes where no set has an image.
+    """
+    kernels = next((kernel_set(name) for name in WRITING_SETS if name in facts.kernel_sets), reference)
+    return kernels, () if facts.capability is None or kernels is reference else (facts.capability,)

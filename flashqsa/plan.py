@@ -12,11 +12,31 @@ from dataclasses import dataclass, replace
 import torch
 
 from flashqsa import knobs
-from flashqsa.config import AttendConfig, attend_config
+from flashqsa.attend_shape import AttendShape, attend_shape
+from flashqsa.config import (
+    AttendConfig,
+    ScoreConfig,
+    TopkConfig,
+    attend_config,
+    score_chunk_rows,
+    score_config,
+    score_row_bytes,
+    topk_config,
+)
 from flashqsa.device import DeviceFacts, facts_of
-from flashqsa.route import Call, Decision, choose_route
+from flashqsa.route import Call, Decision, NoRouteError, Route, Stage, choose_route
 
 FLOAT_BYTES = 4
+
+STAGES: tuple[Stage, ...] = ("select", "attend")
+
+
+@dataclass(frozen=True)
+class ChunkConfig:
+    """How the score and top-k kernels of GPUs cut a chunk of rows."""
+
+    score: ScoreConfig
+    topk: TopkConfig
 
 
 @dataclass(frozen=True)
@@ -25,31 +45,58 @@ class SelectPlan:
 
     width_blocks     columns of a score row: the most blocks any row of the call sees
     chunk_rows       rows scored at a time, so that their scores fit the workspace limit (at least one)
-    workspace_bytes  what a chunk's scores take: per index head, and once more for their sum
+    workspace_bytes  what a chunk's scores take; on a CPU per index head, and once more for their sum
+    capability       of a GPU; None for a CPU
+    whole, last      configurations of chunks of `chunk_rows` rows and of the call's last one; None for a CPU
+    batch_invariant  whether a row's scores must not depend on what shares its launch
     """
 
     width_blocks: int
     chunk_rows: int
     workspace_bytes: int
+    capability: tuple[int, int] | None = None
+    whole: ChunkConfig | None = None
+    last: ChunkConfig | None = None
+    batch_invariant: bool = False
 
     def chunks(self, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges to score, in order."""
         for start in range(0, rows, self.chunk_rows):
             yield start, min(start + self.chunk_rows, rows)
 
+    def chunk_config(self, rows: int) -> ChunkConfig:
+        """The configuration for a chunk of so many rows. Raises ValueError for a plan of a CPU."""
+        config = self.whole if rows == self.chunk_rows else self.last
+        if config is None:
+            raise ValueError("a plan for a CPU has no configuration for GPU kernels")
+        return config
+
 
 @dataclass(frozen=True)
 class AttendPlan:
     """Sizes of the worklist, attention and merge stages.
 
-    config           the kernel configuration
+    config           the kernel configuration on a CPU, and for the reference
     max_entries      most worklist entries one group can have: every row's blocks and tails, shared by none
-    workspace_bytes  what a tile of gathered keys or values and the logits of one softmax take
+    workspace_bytes  on a CPU what a tile of gathered keys or values and the logits of one softmax take; on a GPU
+                     worklists, and the parts of units that are cut
+    capability       of a GPU; None for a CPU
+    shape            how a GPU's kernels cut the work; None for a CPU
+    limit_bytes      for a GPU's worklists
     """
 
     config: AttendConfig
     max_entries: int
     workspace_bytes: int
+    capability: tuple[int, int] | None = None
+    shape: AttendShape | None = None
+    limit_bytes: int = 0
+
+    def gpu(self) -> tuple[AttendShape, tuple[int, int]]:
+        """Shape and compute capability. Raises ValueError for a plan of a CPU."""
+        if self.shape is None or self.capability is None:
+            raise ValueError("a plan for a CPU has no shape for GPU kernels")
+        return self.shape, self.capability
 
 
 @dataclass(frozen=True)
@@ -67,10 +114,27 @@ class Plan:
 
     call: Call
     facts: DeviceFacts
-    select_decision: Decision
-    attend_decision: Decision
+    select_choice: Decision | NoRouteError
+    attend_choice: Decision | NoRouteError
     select: SelectPlan
     attend: AttendPlan
+
+    @property
+    def select_decision(self) -> Decision:
+        """The select stage's route. Raises NoRouteError where none serves the batch."""
+        return self.decision("select")
+
+    @property
+    def attend_decision(self) -> Decision:
+        """The attend stage's route. Raises NoRouteError where none serves the batch."""
+        return self.decision("attend")
+
+    def decision(self, stage: Stage) -> Decision:
+        """A stage's route. Raises NoRouteError where none serves the batch."""
+        choice = self.select_choice if stage == "select" else self.attend_choice
+        if isinstance(choice, NoRouteError):
+            raise choice
+        return choice
 
     def fits_device(self, device: torch.device) -> bool:
         """Whether a device is of the kind, the compute capability and the kernel sets that the plan was made for."""
@@ -87,21 +151,42 @@ class Plan:
         return max(self.select.workspace_bytes, self.attend.workspace_bytes)
 
 
-def plan_select(call: Call, limit_bytes: int) -> SelectPlan:
+def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts, limit_bytes: int) -> SelectPlan:
     """Sizes of the select stage within a workspace limit."""
-    width = max(call.spec.visible_blocks(call.max_position), 1)
-    row_bytes = width * (call.spec.index_heads + 1) * FLOAT_BYTES
-    chunk = min(max(limit_bytes // row_bytes, 1), max(call.rows, 1))
-    return SelectPlan(width, chunk, chunk * row_bytes)
+    spec, width = call.spec, max(call.spec.visible_blocks(call.max_position), 1)
+    if isinstance(choice, NoRouteError) or choice.route.kernel_set in ("cpu", "reference"):
+        row_bytes = width * (spec.index_heads + 1) * FLOAT_BYTES
+        chunk = min(max(limit_bytes // row_bytes, 1), max(call.rows, 1))
+        return SelectPlan(width, chunk, chunk * row_bytes, batch_invariant=call.batch_invariant)
+    if choice.route.mode == "everything":
+        return SelectPlan(width, max(call.rows, 1), 0, facts.capability)
+    chunk = score_chunk_rows(spec, call.rows, call.max_position, limit_bytes)
+
+    def config(rows: int) -> ChunkConfig:
+        score = score_config(
+            spec, rows, call.requests, call.max_position, call.index_q_bytes, facts, call.batch_invariant
+        )
+        return ChunkConfig(score, topk_config(spec, rows, facts))
+
+    return SelectPlan(
+        width,
+        chunk,
+        chunk * score_row_bytes(spec, call.max_position),
+        facts.capability,
+        config(chunk),
+        config(call.rows % chunk or chunk),
+        call.batch_invariant,
+    )
 
 
-def plan_attend(call: Call, decision: Decision, facts: DeviceFacts, limit_bytes: int) -> AttendPlan:
+def plan_attend(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts, limit_bytes: int) -> AttendPlan:
     """Sizes of the attend stage within a workspace limit."""
-    mode = decision.route.mode
-    if mode == "reference":
-        # It reads a row at a time on any device and takes no configuration: the CPU's is legal everywhere.
-        mode, facts = "xqa", DeviceFacts.named("cpu")
-    config = attend_config(mode, facts)
+    route = None if isinstance(choice, NoRouteError) else choice.route
+    if route is not None and route.kernel_set in ("smxx", "sm90"):
+        return _plan_gpu_attend(call, route, facts, limit_bytes)
+    # The reference reads a row at a time on any device and takes no configuration: the CPU's is legal everywhere.
+    mode = "xqa" if route is None or route.mode == "reference" else route.mode
+    config = attend_config(mode, DeviceFacts.named("cpu"))
     spec = call.spec
     largest = config.group_rows[-1]
     visible = spec.visible_blocks(call.max_position) + 1
@@ -115,12 +200,45 @@ def plan_attend(call: Call, decision: Decision, facts: DeviceFacts, limit_bytes:
     return AttendPlan(config, entries, tile * token_bytes + row_tokens * logit_bytes)
 
 
-def make_plan(call: Call, facts: DeviceFacts, pin: str | None = None) -> Plan:
+def _plan_gpu_attend(call: Call, route: Route, facts: DeviceFacts, limit_bytes: int) -> AttendPlan:
+    shape = attend_shape(
+        call.spec,
+        call.rows,
+        call.requests,
+        call.max_position,
+        facts,
+        cache_bytes=call.cache_dtype.itemsize,
+        hopper=route.kernel_set == "sm90",
+        alone=route.mode == "xqa",
+        cuts=not call.batch_invariant,
+    )
+    rows = min(shape.chunk_rows(call.spec, limit_bytes), call.rows)
+    return AttendPlan(
+        attend_config("xqa", DeviceFacts.named("cpu")),
+        shape.capacity,
+        shape.workspace_bytes(call.spec, rows),
+        facts.capability,
+        shape,
+        limit_bytes,
+    )
+
+
+def make_plan(call: Call, facts: DeviceFacts, pin: str | None = None, stages: tuple[Stage, ...] = STAGES) -> Plan:
     """Routes and sizes for a batch.
 
-    Raises NoRouteError when a stage has no route, KnobError for a bad FLASHQSA_WORKSPACE_MIB.
+    stages  that must have a route; another's NoRouteError is kept and raised when its decision is asked for
+
+    Raises NoRouteError when one of `stages` has no route, KnobError for a bad FLASHQSA_WORKSPACE_MIB.
     """
     limit = knobs.workspace_bytes()
-    select = choose_route("select", call, facts, pin)
-    attend = choose_route("attend", call, facts, pin)
-    return Plan(call, facts, select, attend, plan_select(call, limit), plan_attend(call, attend, facts, limit))
+    choices: dict[str, Decision | NoRouteError] = {}
+    for stage in STAGES:
+        try:
+            choices[stage] = choose_route(stage, call, facts, pin)
+        except NoRouteError as error:
+            if stage in stages:
+                raise
+            choices[stage] = error
+    select, attend = choices["select"], choices["attend"]
+    sizes = plan_select(call, select, facts, limit), plan_attend(call, attend, facts, limit)
+    return Plan(call, facts, select, attend, *sizes)

@@ -10,11 +10,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 import torch
 
+from flashqsa.attend_shape import Layout, attend_refusal, hopper_refusal, prefers_triton
+from flashqsa.config import score_refusal
 from flashqsa.device import DeviceFacts
 from flashqsa.values import QsaSpec
 
@@ -35,12 +37,17 @@ class NoRouteError(RuntimeError):
 class Call:
     """The host facts of one call that a route may depend on.
 
-    rows, requests, max_position  as in `Rows` and the caches' page tables
-    q_dtype, cache_dtype          storage dtypes; `cache_dtype` is the index cache's for the select stage
-    selection_given               whether attention reads a Selection, which may hold less than all that a row sees
+    rows, requests, max_position       as in `Rows` and the caches' page tables
+    q_dtype, cache_dtype               storage dtypes of queries and KV cache: the attend stage's
+    index_q_dtype, index_cache_dtype   of index queries and index cache: the select stage's; None for the same
+    layout                             where the attend stage's tensors lie
+    selection_given                    whether attention reads a Selection, which may hold less than all a row sees
+    batch_invariant                    whether a row must get the same bits whatever shares its launch
 
     >>> Call(QsaSpec(), rows=8192, requests=1, max_position=8191).selects_everything
     False
+    >>> Call(QsaSpec(), rows=320, requests=64, max_position=8191).rows_per_request
+    5
     """
 
     spec: QsaSpec
@@ -49,8 +56,21 @@ class Call:
     max_position: int
     q_dtype: torch.dtype = torch.float32
     cache_dtype: torch.dtype = torch.float32
-    page_tokens: int = 64
+    index_q_dtype: torch.dtype | None = None
+    index_cache_dtype: torch.dtype | None = None
+    layout: Layout = field(default_factory=Layout)
     selection_given: bool = False
+    batch_invariant: bool = False
+
+    @property
+    def index_q_bytes(self) -> int:
+        """Bytes of a number of the index queries."""
+        return (self.index_q_dtype or self.q_dtype).itemsize
+
+    @property
+    def rows_per_request(self) -> int:
+        """Rows that a request has on average, rounded up."""
+        return -(-self.rows // max(self.requests, 1))
 
     @property
     def selects_everything(self) -> bool:
@@ -63,7 +83,7 @@ class Route:
     """One way to serve a stage.
 
     stage       "select" or "attend"
-    mode        select: `everything`, `plain`; attend: `dense`, `grouped`, `xqa`; both: `reference`
+    mode        select: `everything`, `plain`; attend: `dense`, `splitk`, `grouped`, `xqa`; both: `reference`
     kernel_set  the folder of kernels that runs it
 
     >>> str(Route("attend", "grouped", "cpu"))
@@ -92,68 +112,141 @@ class Refusal:
 
 @dataclass(frozen=True)
 class Decision:
-    """The route a call takes, the candidates that were refused before it, and those it came before."""
+    """The route a call takes, the candidates that were refused, and those it came before."""
 
     route: Route
     refused: tuple[Refusal, ...]
     unused: tuple[Route, ...] = ()
 
     def lines(self) -> list[str]:
-        """One line per candidate, in order of preference."""
-        found = [f"{self.route.stage}: {self.route}"]
-        found += [f"  not {refusal.route}: {refusal.reason}" for refusal in self.refused]
-        found += [f"  not {route}: {self.route} comes first" for route in self.unused]
-        return found
+        """The route, then every other candidate with its reason; candidates of one reason share a line."""
+        reasons: dict[str, list[str]] = {}
+        for refusal in self.refused:
+            reasons.setdefault(refusal.reason, []).append(str(refusal.route))
+        for route in self.unused:
+            reasons.setdefault(f"{self.route} comes first", []).append(str(route))
+        others = [f"  not {', '.join(routes)}: {reason}" for reason, routes in reasons.items()]
+        return [f"{self.route.stage}: {self.route}", *others]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())
 
 
-@dataclass(frozen=True)
-class Candidate:
-    """A route and the test that says why it cannot serve a call (None: it can)."""
-
-    route: Route
-    refusal: Callable[[Call], str | None]
+Test = Callable[[Call, DeviceFacts], "str | None"]
 
 
-def _always(_call: Call) -> str | None:
+def _nothing(_call: Call, _facts: DeviceFacts) -> str | None:
     return None
 
 
-def _only_below_budget(call: Call) -> str | None:
+@dataclass(frozen=True)
+class Candidate:
+    """A route and the tests that say why it does not take a call (None: it does).
+
+    refusal      why it cannot serve the call
+    passed_over  why it should not, although it could: a pin does not ask
+    """
+
+    route: Route
+    refusal: Test = _nothing
+    passed_over: Test = _nothing
+
+
+def _all(*tests: Test) -> Test:
+    """The first reason of several tests."""
+
+    def first(call: Call, facts: DeviceFacts) -> str | None:
+        return next((reason for test in tests if (reason := test(call, facts)) is not None), None)
+
+    return first
+
+
+def _only_below_budget(call: Call, _facts: DeviceFacts) -> str | None:
     if call.selects_everything:
         return None
     visible = call.spec.visible_blocks(call.max_position)
     return f"rows see up to {visible} blocks and select {call.spec.top_blocks}"
 
 
-def _only_without_selection(call: Call) -> str | None:
-    if not call.selection_given:
-        return _only_below_budget(call)
-    return _only_below_budget(call) or "a selection is given, and dense attends to every visible block"
+def _only_without_selection(call: Call, facts: DeviceFacts) -> str | None:
+    reason = _only_below_budget(call, facts)
+    if reason is None and call.selection_given:
+        return "a selection is given, and dense attends to every visible block"
+    return reason
 
 
-def _needs_neighbours(call: Call) -> str | None:
+def _needs_neighbours(call: Call, _facts: DeviceFacts) -> str | None:
     if call.rows > call.requests:
         return None
     return f"{call.rows} rows of {call.requests} requests: no more rows than requests"
 
 
-def _only_when_pinned(_call: Call) -> str | None:
+MOST_SPLIT_ROWS = 16
+"""Rows per request up to which a call counts as decode or verification."""
+
+
+def _needs_few_rows(call: Call, _facts: DeviceFacts) -> str | None:
+    if call.rows_per_request <= MOST_SPLIT_ROWS:
+        return None
+    return f"{call.rows_per_request} rows per request: made for at most {MOST_SPLIT_ROWS}"
+
+
+def _shares(call: Call, _facts: DeviceFacts) -> str | None:
+    if call.batch_invariant:
+        return "batch_invariant: a row's bits would depend on the rows that share its launch"
+    return None
+
+
+def _scores_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
+    return score_refusal(call.spec, call.index_q_bytes, facts)
+
+
+def _attends_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
+    return attend_refusal(call.spec, call.cache_dtype, call.layout, facts)
+
+
+def _attends_on_sm90(call: Call, facts: DeviceFacts) -> str | None:
+    return hopper_refusal(call.spec, call.q_dtype, call.cache_dtype, call.layout, facts)
+
+
+def _left_to_triton(call: Call, _facts: DeviceFacts) -> str | None:
+    if prefers_triton(call.spec, call.rows, call.requests, call.cache_dtype):
+        return "windows of one row with few heads are faster in smxx's smaller tile"
+    return None
+
+
+def _left_to_triton_alone(call: Call, _facts: DeviceFacts) -> str | None:
+    if prefers_triton(call.spec, call.rows, call.requests, call.cache_dtype, alone=True):
+        return "windows of one row with few heads are faster in smxx's smaller tile"
+    return None
+
+
+def _for_checking(_call: Call, _facts: DeviceFacts) -> str | None:
     return "the reference is for checking: it runs only when pinned"
 
 
 SELECT_CANDIDATES = (
+    Candidate(Route("select", "everything", "smxx"), _only_below_budget),
+    Candidate(Route("select", "plain", "smxx"), _scores_on_smxx),
     Candidate(Route("select", "everything", "cpu"), _only_below_budget),
-    Candidate(Route("select", "plain", "cpu"), _always),
-    Candidate(Route("select", "reference", "reference"), _only_when_pinned),
+    Candidate(Route("select", "plain", "cpu")),
+    Candidate(Route("select", "reference", "reference"), passed_over=_for_checking),
 )
 ATTEND_CANDIDATES = (
-    Candidate(Route("attend", "dense", "cpu"), _only_without_selection),
-    Candidate(Route("attend", "grouped", "cpu"), _needs_neighbours),
-    Candidate(Route("attend", "xqa", "cpu"), _always),
-    Candidate(Route("attend", "reference", "reference"), _only_when_pinned),
+    Candidate(
+        Route("attend", "dense", "sm90"), _all(_attends_on_sm90, _only_without_selection, _shares), _left_to_triton
+    ),
+    Candidate(Route("attend", "dense", "smxx"), _all(_attends_on_smxx, _only_without_selection, _shares)),
+    Candidate(Route("attend", "splitk", "sm90"), _all(_attends_on_sm90, _needs_few_rows, _shares), _left_to_triton),
+    Candidate(Route("attend", "splitk", "smxx"), _all(_attends_on_smxx, _needs_few_rows, _shares)),
+    Candidate(Route("attend", "grouped", "sm90"), _all(_attends_on_sm90, _needs_neighbours, _shares)),
+    Candidate(Route("attend", "grouped", "smxx"), _all(_attends_on_smxx, _needs_neighbours, _shares)),
+    Candidate(Route("attend", "xqa", "sm90"), _attends_on_sm90, _left_to_triton_alone),
+    Candidate(Route("attend", "xqa", "smxx"), _attends_on_smxx),
+    Candidate(Route("attend", "dense", "cpu"), _all(_only_without_selection, _shares)),
+    Candidate(Route("attend", "grouped", "cpu"), _all(_needs_neighbours, _shares)),
+    Candidate(Route("attend", "xqa", "cpu")),
+    Candidate(Route("attend", "reference", "reference"), passed_over=_for_checking),
 )
 CANDIDATES: dict[Stage, tuple[Candidate, ...]] = {"select": SELECT_CANDIDATES, "attend": ATTEND_CANDIDATES}
 
@@ -166,15 +259,34 @@ PINS = frozenset(
 """Every name a pin may have."""
 
 
+def _absence(route: Route, facts: DeviceFacts) -> str | None:
+    """Why a route's kernels cannot run on a device at all, or None when they can."""
+    if route.kernel_set in facts.kernel_sets:
+        return None
+    lacks = dict(facts.missing).get(route.kernel_set)
+    return lacks or f"the {route.kernel_set} kernels have no image for {facts.name} ({facts.arch})"
+
+
 def _refusal(candidate: Candidate, call: Call, facts: DeviceFacts, pin: str | None) -> str | None:
     route = candidate.route
     if pin is not None and not route.answers_to(pin):
         return f"{pin} is pinned"
-    if route.kernel_set not in facts.kernel_sets:
-        return f"the {route.kernel_set} kernels have no image for {facts.name} ({facts.arch})"
-    if pin is not None and route.kernel_set == "reference":
-        return None
-    return candidate.refusal(call)
+    absent = _absence(route, facts)
+    if absent is not None:
+        return absent
+    reason = candidate.refusal(call, facts)
+    if reason is None and pin is None:
+        reason = candidate.passed_over(call, facts)
+    return reason
+
+
+def route_refusal(route: Route, call: Call, facts: DeviceFacts) -> str | None:
+    """Why a route cannot serve a call on a device, or None when it can, preferred or not.
+
+    Raises StopIteration for a route that is no candidate.
+    """
+    candidate = next(c for c in CANDIDATES[route.stage] if c.route == route)
+    return _refusal(candidate, call, facts, str(route))
 
 
 def choose_route(stage: Stage, call: Call, facts: DeviceFacts, pin: str | None = None) -> Decision:
@@ -192,8 +304,14 @@ def choose_route(stage: Stage, call: Call, facts: DeviceFacts, pin: str | None =
     for index, candidate in enumerate(candidates):
         reason = _refusal(candidate, call, facts, pin)
         if reason is None:
-            unused = tuple(c.route for c in candidates[index + 1 :])
-            return Decision(candidate.route, tuple(refused), unused)
+            unused: list[Route] = []
+            for later in candidates[index + 1 :]:
+                absent = _absence(later.route, facts)
+                if absent is None:
+                    unused.append(later.route)
+                else:
+                    refused.append(Refusal(later.route, absent))
+            return Decision(candidate.route, tuple(refused), tuple(unused))
         refused.append(Refusal(candidate.route, reason))
     reasons = "; ".join(f"{refusal.route}: {refusal.reason}" for refusal in refused)
     raise NoRouteError(
@@ -211,10 +329,13 @@ def _log_first(kind: str, device: torch.device, route: Route, text: str) -> None
 
 
 def announce(decision: Decision, call: Call, facts: DeviceFacts, device: torch.device) -> None:
-    """Logs the first use of a route, and the first refusal of one preferred to it: each once per process and device."""
+    """Logs the first use of a route, and the first refusal of another with an image: once per process and device."""
     route = decision.route
     seen = f"{call.rows} rows of {call.requests} requests, positions to {call.max_position}"
     _log_first("used", device, route, f"{route.stage} takes {route} on {device} ({facts.name}), first for {seen}")
+    here = facts.kernel_sets | {name for name, _ in facts.missing}
     for refusal in decision.refused:
+        if refusal.route.kernel_set not in here:
+            continue
         text = f"{route.stage} refuses {refusal.route} on {device} ({facts.name}), first for {seen}: {refusal.reason}"
         _log_first("refused", device, refusal.route, text)

@@ -19,7 +19,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from flashqsa.config import TritonTile, attend_shape
+from flashqsa.attend_shape import TritonTile, attend_shape
 from flashqsa.device import DeviceFacts
 from flashqsa.kernels.smxx.attend import attend_kernel
 from flashqsa.values import QsaSpec
@@ -27,22 +27,25 @@ from flashqsa.values import QsaSpec
 GPUS = {"sm_80": "a100", "sm_86": "rtx3090", "sm_89": "rtx4090", "sm_90": "h200", "sm_100": "b200", "sm_120": "rtx5090"}
 PRODUCTS = ("wgmma.mma_async", "mma.sync", "tcgen05.mma")
 POINTERS = {
-    **dict.fromkeys(("q", "gate", "out"), "*bf16"),
     **dict.fromkeys(("places", "token_masks", "entries", "done"), "*i32"),
     **dict.fromkeys(("lse_out", "part_out", "part_lse"), "*fp32"),
 }
 CALLS = {
-    "sm_80": ((1616, 1, True),),
-    "sm_90": ((1616, 1, False), (64, 64, False)),
-    "sm_120": ((1616, 1, False),),
+    "sm_80": ((1616, 1, 1),),
+    "sm_90": ((1616, 1, 2), (64, 64, 2), (1616, 1, 4)),
+    "sm_120": ((1616, 1, 2),),
 }
-"""Rows, requests, and whether the cache is FP8: what the tests compile for an architecture; others take sm_90's."""
+"""Rows, requests and bytes of the cache's numbers: what the tests compile for an architecture; others take sm_90's."""
 
 UNSPECIALISED = {"rows", "whole", "parts", "capacity", "first_part_row", "part_rows", "scale", "v_scale"}
 
 
-def compile_for(arch: str, tile: TritonTile, spec: QsaSpec, fp8: bool, cut: bool) -> CompiledKernel:
-    """The kernel for BF16 queries with a gate, and a cache whose keys and values have the same strides."""
+NAMES = {1: "fp8", 2: "bf16", 4: "fp32"}
+
+
+def compile_for(arch: str, tile: TritonTile, spec: QsaSpec, cache_bytes: int, cut: bool) -> CompiledKernel:
+    """The kernel for BF16 queries (FP32 with an FP32 cache), a gate, and keys and values with the same strides."""
+    fp8 = cache_bytes == 1
     constants: dict[str, object] = {
         "KV_HEADS": spec.kv_heads,
         "HEADS": spec.heads_per_kv_head,
@@ -65,8 +68,10 @@ def compile_for(arch: str, tile: TritonTile, spec: QsaSpec, fp8: bool, cut: bool
         "k_scale": None,
         "value_places": None,
     }
-    cache = "*i32" if fp8 else "*bf16"
-    types = {**POINTERS, "keys": cache, "values": cache, "scale": "fp32", "v_scale": "fp32"}
+    queries = "*fp32" if cache_bytes == 4 else "*bf16"
+    cache = "*i32" if fp8 else queries
+    types = {**POINTERS, **dict.fromkeys(("q", "gate", "out"), queries), **dict.fromkeys(("keys", "values"), cache)}
+    types.update(scale="fp32", v_scale="fp32")
     names = attend_kernel.arg_names
     signature = {name: "constexpr" if name in constants else types.get(name, "i32") for name in names}
     divisible = [name for name in names if name not in constants and name not in UNSPECIALISED]
@@ -97,11 +102,11 @@ def main() -> None:
     found = {}
     for arch in sys.argv[1:] or GPUS:
         facts = DeviceFacts.named(GPUS[arch])
-        for rows, requests, fp8 in CALLS.get(arch, CALLS["sm_90"]):
-            shape = attend_shape(QsaSpec(), rows, requests, 37_999, facts, fp8=fp8, hopper=False)
+        for rows, requests, cache_bytes in CALLS.get(arch, CALLS["sm_90"]):
+            shape = attend_shape(QsaSpec(), rows, requests, 37_999, facts, cache_bytes=cache_bytes)
             assert isinstance(shape.tile, TritonTile)
-            compiled = compile_for(arch, shape.tile, QsaSpec(), fp8, cut=False)
-            found[f"{arch} {shape.tile.lines} {'fp8' if fp8 else 'bf16'}"] = {
+            compiled = compile_for(arch, shape.tile, QsaSpec(), cache_bytes, cut=False)
+            found[f"{arch} {shape.tile.lines} {NAMES[cache_bytes]}"] = {
                 "shared": compiled.metadata.shared,
                 "products": [kind for kind in PRODUCTS if kind in compiled.asm["ptx"]],
                 **resources(compiled),

@@ -8,10 +8,9 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from flashqsa.config import LIST_PAD
-from flashqsa.kernels.nvrtc import Source
-from flashqsa.kernels.smxx import worklist
-from flashqsa.kernels.smxx.worklist import WindowLists
+from flashqsa.attend_shape import LIST_PAD
+from flashqsa.kernels.nvrtc import Source, worklist
+from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
 
 HERE = Path(__file__).parent

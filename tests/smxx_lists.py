@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from flashqsa.config import list_capacity
-from flashqsa.kernels.smxx.worklist import WindowLists, empty_lists
+from flashqsa.attend_shape import list_capacity
+from flashqsa.kernels.nvrtc.worklist import WindowLists, empty_lists
 from flashqsa.reference.expand import row_blocks
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
 

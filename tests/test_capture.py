@@ -147,9 +147,9 @@ def test_the_json_tells_where_the_call_came_from(saved: Path) -> None:
     assert {"python"} < set(told["versions"])
     assert (told["device"]["kind"], told["device"]["arch"]) == ("cpu", "cpu")
     assert told["routes"]["attend"]["route"] == "cpu:grouped"
-    assert told["routes"]["attend"]["refused"] == [
-        {"route": "cpu:dense", "reason": "rows see up to 10 blocks and select 4"}
-    ]
+    refused = {refusal["route"]: refusal["reason"] for refusal in told["routes"]["attend"]["refused"]}
+    assert refused["cpu:dense"] == "rows see up to 10 blocks and select 4"
+    assert refused["smxx:grouped"] == "the smxx kernels have no image for CPU (cpu)"
     assert told["spec"]["q_heads"] == 6
     assert told["rows"] == {"count": 8, "max_position": 39}
     assert told["format_version"] == capture.FORMAT_VERSION

@@ -17,6 +17,10 @@ import typer.core
 import flashqsa
 from flashqsa import knobs
 from flashqsa.__main__ import app
+from flashqsa.attend_shape import HopperTile
+from flashqsa.device import KNOWN_DEVICES
+from flashqsa.route import CANDIDATES, MOST_SPLIT_ROWS
+from flashqsa.values import MAX_TOKENS, MAX_TOP_BLOCKS, QsaSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
@@ -31,6 +35,7 @@ REQUIRED = [
     "docs/DEBUGGING.md",
     "docs/FACTS.md",
     "docs/ADDING_A_ROUTE.md",
+    "docs/ROUTES.md",
 ]
 FOLDERS = ("flashqsa/", "tests/", "docs/", "benchmarks/", ".ci/")
 
@@ -203,3 +208,32 @@ def test_the_checks_let_through_what_is_there() -> None:
     assert unknown_targets(code, "test: lint\n\tx") == []
     assert unknown_commands(code) == missing_paths(code) == broken_links(page, ROOT) == []
     assert unknown_knobs(page) == set()
+
+
+ROUTE_LINES = ("Formats", "Taken", "Refused", "Evidence", "Not verified")
+
+
+def test_the_routes_page_says_what_is_to_be_known_of_every_candidate() -> None:
+    page = (ROOT / "docs" / "ROUTES.md").read_text("utf-8")
+    sections = {part.partition("\n")[0]: part for part in page.split("\n### ")[1:]}
+    routes = [str(c.route) for candidates in CANDIDATES.values() for c in candidates if c.route.mode != "reference"]
+    assert list(sections) == [*routes, "reference"]
+    for name, text in sections.items():
+        assert [line.partition(":")[0][2:] for line in text.splitlines() if line.startswith("- ")] == list(
+            ROUTE_LINES
+        ), name
+        evidence = text.partition("- Evidence:")[2].partition("- Not verified:")[0]
+        assert {"interpreted", "compiled", "run", "timed"} & set(re.findall(r"[a-z]+", evidence)), name
+        kernel_set = name.partition(":")[0]
+        sets = {facts.arch for facts in KNOWN_DEVICES.values() if kernel_set in facts.kernel_sets}
+        if kernel_set == "sm90":
+            assert sets == {"sm_90"}
+        assert sets, name
+
+
+def test_the_routes_page_names_the_limits_that_routes_have() -> None:
+    page = (ROOT / "docs" / "ROUTES.md").read_text("utf-8")
+    assert f"up to {MOST_SPLIT_ROWS} rows per request" in page
+    assert f"heads of {HopperTile.HEAD_DIM}, blocks of {HopperTile.BLOCK_TOKENS} tokens" in page
+    for limit in (MAX_TOP_BLOCKS, MAX_TOKENS // QsaSpec().block_tokens):
+        assert f"{limit:,}" in page

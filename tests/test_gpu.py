@@ -118,15 +118,22 @@ def test_writing_agrees_with_writing_on_the_cpu() -> None:
 
 
 @pytest.mark.parametrize("stage", ["select", "attend"])
-def test_without_a_pin_the_refusal_names_every_candidate(stage: Stage) -> None:
+def test_routes_match_the_compute_capability(stage: Stage) -> None:
     call = Call(SPEC, rows=27, requests=2, max_position=60, q_dtype=torch.float16, cache_dtype=torch.float16)
+    facts = facts_of(GPU)
+    if "smxx" in facts.kernel_sets:
+        assert choose_route(stage, call, facts).route.kernel_set in ("smxx", "sm90")
+        facts = replace(facts, kernel_sets=frozenset({"reference"}))
     with pytest.raises(NoRouteError) as refused:
-        choose_route(stage, call, facts_of(GPU))
+        choose_route(stage, call, facts)
     assert all(f"{candidate.route}: " in str(refused.value) for candidate in CANDIDATES[stage])
 
 
-def test_a_public_call_without_a_route_says_so() -> None:
+def test_a_public_call_runs_or_says_that_it_has_no_route() -> None:
     index_q, q, index_cache, kv_cache, rows, gate = call_on(GPU, torch.float16)
+    if "smxx" in facts_of(GPU).kernel_sets:
+        assert qsa_attention(index_q, q, index_cache, kv_cache, rows, SPEC, gate).shape == q.shape  # type: ignore[union-attr]
+        return
     with pytest.raises(NoRouteError, match=facts_of(GPU).arch):
         select_blocks(index_q, index_cache, rows, SPEC)
     with pytest.raises(NoRouteError, match=facts_of(GPU).arch):

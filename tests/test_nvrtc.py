@@ -234,12 +234,11 @@ def test_a_real_compiler_s_log() -> None:
 
 
 @pytest.mark.usefixtures("empty_cache")
-def test_headers_are_found_by_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_headers_are_found_by_name(tmp_path: Path) -> None:
     real(HOPPER)
     (tmp_path / "width.cuh").write_text("#define WIDTH 3\n")
-    monkeypatch.setattr(compiler, "HERE", tmp_path)
     text = '#include "width.cuh"\nextern "C" __global__ void f(int* x) { *x = WIDTH; }'
-    found = compile_source(Source("a.cu", text=text, headers=("width.cuh",)), HOPPER)
+    found = compile_source(Source("a.cu", text=text, headers=("width.cuh",), folder=tmp_path), HOPPER)
     assert found.cubin.startswith(b"\x7fELF")
     assert found.folder is not None
     assert (found.folder / "width.cuh").exists()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -24,9 +25,10 @@ from flashqsa import (
     reference,
     route,
 )
+from flashqsa.attend_shape import Layout
 from flashqsa.config import MAX_GROUP_ROWS, AttendConfig, attend_config, config_refusal
 from flashqsa.device import KNOWN_DEVICES, facts_of, kernel_sets_for
-from flashqsa.plan import make_plan, plan_select
+from flashqsa.plan import SelectPlan, make_plan, plan_select
 from flashqsa.route import ATTEND_CANDIDATES, CANDIDATES, PINS, SELECT_CANDIDATES
 from flashqsa.testing import compare
 from flashqsa.testing.cases import named
@@ -78,10 +80,15 @@ def test_facts_of_this_cpu() -> None:
     assert facts_of(torch.device("meta")).kernel_sets == {"reference"}
 
 
-# The dispatch table. A capability gets what was built for exactly it; all else is left to the reference, if pinned.
+# The dispatch table. A capability gets what was built for it; all else is left to the reference, if pinned.
 
+OLD_OR_UNKNOWN: dict[tuple[int, int], set[str]] = {
+    capability: {"reference"} for capability in [(6, 1), (7, 0), (7, 5), (13, 0)]
+}
 IMAGES: dict[tuple[int, int], set[str]] = {
-    capability: {"reference"} for capability in [*CAPABILITIES, (6, 1), (11, 0), (12, 2), (13, 0)]
+    **OLD_OR_UNKNOWN,
+    **{capability: {"reference", "smxx"} for capability in [*CAPABILITIES, (11, 0), (12, 2)] if capability >= (8, 0)},
+    (9, 0): {"reference", "sm90", "smxx"},
 }
 
 
@@ -90,7 +97,7 @@ def test_kernel_sets_match_capabilities_exactly(capability: tuple[int, int], set
     assert kernel_sets_for(capability) == sets
 
 
-@pytest.mark.parametrize("capability", IMAGES, ids=str)
+@pytest.mark.parametrize("capability", OLD_OR_UNKNOWN, ids=str)
 @pytest.mark.parametrize("call", [PREFILL, DECODE, SHORT, NOTHING], ids=["prefill", "decode", "short", "nothing"])
 def test_a_device_without_images_is_told_why_for_every_candidate(call: Call, capability: tuple[int, int]) -> None:
     for stage, candidates in CANDIDATES.items():
@@ -131,9 +138,106 @@ def test_the_cpu_routes(call: Call, wanted: tuple[str, str]) -> None:
     assert modes(call) == wanted
 
 
+HALF: dict[str, Any] = {"q_dtype": torch.bfloat16, "cache_dtype": torch.bfloat16}
+FP8_CACHE: dict[str, Any] = {"q_dtype": torch.float16, "cache_dtype": torch.float8_e4m3fn}
+VERIFY = replace(DECODE, rows=64)
+
+
+@pytest.mark.parametrize(
+    ("call", "hopper", "others"),
+    [
+        (replace(PREFILL, **HALF), "sm90:grouped", "smxx:grouped"),
+        (replace(PREFILL, **FP8_CACHE), "sm90:grouped", "smxx:grouped"),
+        (replace(PREFILL, **FP8_CACHE, index_q_dtype=torch.float32), "sm90:grouped", "smxx:grouped"),
+        (PREFILL, "smxx:grouped", "smxx:grouped"),  # FP32
+        (replace(PREFILL, **HALF, layout=Layout(alignment_bytes=8)), "smxx:grouped", "smxx:grouped"),
+        (replace(PREFILL, **HALF, layout=Layout(token_bytes=1 << 30)), "smxx:grouped", "smxx:grouped"),
+        (replace(PREFILL, **HALF, spec=replace(SPEC, head_dim=128)), "smxx:grouped", "smxx:grouped"),
+        (replace(PREFILL, **HALF, batch_invariant=True), "smxx:xqa", "smxx:xqa"),
+        (replace(PREFILL, **FP8_CACHE, batch_invariant=True), "sm90:xqa", "smxx:xqa"),
+        (replace(DECODE, **HALF), "smxx:splitk", "smxx:splitk"),
+        (replace(DECODE, **FP8_CACHE), "sm90:splitk", "smxx:splitk"),
+        (replace(DECODE, **HALF, spec=replace(SPEC, kv_heads=1)), "sm90:splitk", "smxx:splitk"),  # 24 heads
+        (replace(VERIFY, **HALF), "sm90:splitk", "smxx:splitk"),
+        (replace(PREFILL, **HALF, rows=16), "sm90:splitk", "smxx:splitk"),
+        (replace(PREFILL, **HALF, rows=17), "sm90:grouped", "smxx:grouped"),
+        (replace(SHORT, **HALF), "sm90:dense", "smxx:dense"),
+        (replace(SHORT, **HALF, selection_given=True), "sm90:grouped", "smxx:grouped"),
+        (replace(DECODE, **HALF, max_position=9), "smxx:dense", "smxx:dense"),
+    ],
+)
+def test_the_routes_of_gpus(call: Call, hopper: str, others: str) -> None:
+    for name in ("a100", "rtx3090", "rtx4090", "l40s", "h100", "h200", "b200", "rtx5090", "gb10"):
+        facts = DeviceFacts.named(name)
+        selects = "smxx:everything" if call.selects_everything else "smxx:plain"
+        assert modes(call, facts) == (selects, hopper if facts.capability == (9, 0) else others)
+
+
+@pytest.mark.parametrize(
+    ("call", "pin", "reason"),
+    [
+        (replace(PREFILL, **HALF, layout=Layout(alignment_bytes=4)), "sm90", "16 bytes, got multiples of 4"),
+        (PREFILL, "sm90:grouped", "got float32 and float32"),
+        (replace(PREFILL, **HALF), "splitk", "1616 rows per request: made for at most 16"),
+        (replace(PREFILL, **HALF, batch_invariant=True), "grouped", "batch_invariant"),
+        (replace(SHORT, **HALF, batch_invariant=True), "dense", "batch_invariant"),
+        (replace(PREFILL, **HALF, layout=Layout(last_place=1 << 31)), "smxx", "more than 32 bits address"),
+        (replace(PREFILL, **HALF, spec=replace(SPEC, head_dim=96)), "smxx:xqa", "head_dim must be a power of two"),
+        (replace(PREFILL, **HALF, spec=replace(SPEC, index_dim=96)), "plain", "index_dim must be a power of two"),
+        (replace(PREFILL, **HALF), "cpu:xqa", "the cpu kernels have no image for H200"),
+    ],
+)
+def test_a_route_of_gpus_that_cannot_serve_says_why(call: Call, pin: str, reason: str) -> None:
+    with pytest.raises(NoRouteError, match=reason):
+        make_plan(call, DeviceFacts.named("h200"), pin)
+
+
+def test_a_pin_takes_what_would_be_passed_over() -> None:
+    decode = replace(DECODE, **HALF)
+    h200 = DeviceFacts.named("h200")
+    assert modes(decode, h200, "sm90") == ("smxx:plain", "sm90:splitk")
+    refused = {str(r.route): r.reason for r in choose_route("attend", decode, h200).refused}
+    assert "faster in smxx" in refused["sm90:splitk"]
+
+
+def test_what_a_machine_lacks_is_the_reason() -> None:
+    facts = replace(
+        DeviceFacts.named("a100"), kernel_sets=frozenset({"reference"}), missing=(("smxx", "triton is not installed"),)
+    )
+    with pytest.raises(NoRouteError, match="smxx:grouped: triton is not installed"):
+        choose_route("attend", replace(PREFILL, **HALF), facts)
+
+
+def test_one_stage_without_a_route_leaves_the_other_its_plan() -> None:
+    call = replace(PREFILL, **HALF, spec=replace(SPEC, head_dim=96))
+    plan = make_plan(call, DeviceFacts.named("h200"), stages=("select",))
+    assert str(plan.select_decision.route) == "smxx:plain"
+    with pytest.raises(NoRouteError, match="head_dim must be a power of two"):
+        _ = plan.attend_decision
+    with pytest.raises(NoRouteError):
+        make_plan(call, DeviceFacts.named("h200"))
+
+
+def test_a_gpus_workspace_is_what_its_stages_take() -> None:
+    for rows, max_position in ((1616, 183_999), (8192, 131_071), (1616, (1 << 20) - 1), (64, 32_767)):
+        for heads in ((24, 2), (12, 1), (6, 1)):
+            spec = replace(SPEC, q_heads=heads[0], kv_heads=heads[1])
+            plan = make_plan(Call(spec, rows, 1, max_position, **HALF, selection_given=True), DeviceFacts.named("h200"))
+            assert plan.select.workspace_bytes <= 128 << 20
+            chunks = list(plan.select.chunks(rows))
+            assert chunks[-1][1] == rows
+            assert all(plan.select.chunk_config(stop - start).topk.capability == (9, 0) for start, stop in chunks)
+            shape, _ = plan.attend.gpu()
+            lists = min(shape.chunk_rows(spec, 128 << 20), rows) / shape.tile.group_rows * shape.window_bytes(spec)
+            assert lists <= 128 << 20
+            assert plan.attend.workspace_bytes >= lists
+
+
 def test_a_decision_says_why_each_other_candidate_did_not_run() -> None:
     assert choose_route("attend", DECODE, CPU).lines() == [
         "attend: cpu:xqa",
+        "  not sm90:dense, sm90:splitk, sm90:grouped, sm90:xqa: the sm90 kernels have no image for CPU (cpu)",
+        "  not smxx:dense, smxx:splitk, smxx:grouped, smxx:xqa: the smxx kernels have no image for CPU (cpu)",
         "  not cpu:dense: rows see up to 6060 blocks and select 512",
         "  not cpu:grouped: 16 rows of 16 requests: no more rows than requests",
         "  not reference: cpu:xqa comes first",
@@ -159,7 +263,7 @@ CALLS = st.builds(
 )
 
 
-@given(CALLS, st.sampled_from(sorted(PINS)), st.sampled_from(sorted(KNOWN_DEVICES)))
+@given(CALLS, st.sampled_from(sorted(PINS)), st.sampled_from(["cpu", "v100", "t4"]))
 @settings(max_examples=60)
 def test_a_pin_is_used_or_refused_never_replaced(call: Call, pin: str, device: str) -> None:
     facts = DeviceFacts.named(device)
@@ -174,9 +278,11 @@ def test_a_pin_is_used_or_refused_never_replaced(call: Call, pin: str, device: s
             continue
         decision = choose_route(stage, call, facts, pin)
         assert decision.route == served[0]
-        listed = [refusal.route for refusal in decision.refused] + [decision.route, *decision.unused]
-        assert listed == [candidate.route for candidate in candidates]
-        assert all(r.reason == f"{pin} is pinned" for r in decision.refused if r.route not in allowed)
+        listed = [*(refusal.route for refusal in decision.refused), decision.route, *decision.unused]
+        assert sorted(map(str, listed)) == sorted(str(candidate.route) for candidate in candidates)
+        assert all(
+            r.reason == f"{pin} is pinned" or "no image" in r.reason for r in decision.refused if r.route not in allowed
+        )
 
 
 def can_serve(candidate: Route, call: Call, facts: DeviceFacts, pinned: bool) -> bool:
@@ -196,7 +302,7 @@ def can_serve(candidate: Route, call: Call, facts: DeviceFacts, pinned: bool) ->
 @settings(max_examples=40)
 def test_without_a_pin_the_first_candidate_that_can_serve_is_taken(call: Call) -> None:
     for stage, candidates in CANDIDATES.items():
-        able = [candidate.route for candidate in candidates if candidate.refusal(call) is None]
+        able = [c.route for c in candidates if c.route.kernel_set == "cpu" and c.refusal(call, CPU) is None]
         assert choose_route(stage, call, CPU).route == able[0]
 
 
@@ -296,10 +402,15 @@ def test_a_plan_of_another_batch_is_refused(field: str) -> None:
         outcome(inputs, plan=other)
 
 
+def select_plan(call: Call, limit: int) -> SelectPlan:
+    """The CPU's sizes of the select stage."""
+    return plan_select(call, choose_route("select", call, CPU), CPU, limit)
+
+
 @given(CALLS, st.integers(1, 64 << 20))
 @settings(max_examples=60)
 def test_score_chunks_fit_the_workspace_and_cover_the_rows(call: Call, limit: int) -> None:
-    plan = plan_select(call, limit)
+    plan = select_plan(call, limit)
     assert plan.width_blocks == max((call.max_position + 1) // 4, 1)
     one_row = plan.width_blocks * (call.spec.index_heads + 1) * 4
     assert plan.workspace_bytes == plan.chunk_rows * one_row
@@ -338,7 +449,7 @@ def test_a_small_workspace_changes_no_bit_of_a_selection(monkeypatch: pytest.Mon
     inputs = build(named("far"))
     wanted, _, _ = outcome(inputs)
     plan = plan_for(inputs)
-    narrow = replace(plan, select=plan_select(plan.call, 50_000))
+    narrow = replace(plan, select=select_plan(plan.call, 50_000))
     assert narrow.select.chunk_rows == 2
     assert compare.same_bits(outcome(inputs, plan=narrow)[0], wanted)
     monkeypatch.setenv("FLASHQSA_WORKSPACE_MIB", "1")
@@ -357,7 +468,7 @@ def test_a_workspace_that_is_no_number_is_refused(text: str, monkeypatch: pytest
 
 def test_score_offsets_of_a_very_large_call_are_chunked() -> None:
     # 4 heads x 8,192 rows x 65,536 blocks are 2^31 products: never held at once, so never indexed by 32 bits.
-    plan = plan_select(Call(SPEC, rows=8192, requests=1, max_position=262_143), 128 << 20)
+    plan = select_plan(Call(SPEC, rows=8192, requests=1, max_position=262_143), 128 << 20)
     assert plan.chunk_rows * plan.width_blocks * SPEC.index_heads < 2**31
 
 

@@ -10,15 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import torch
 
-from flashqsa.config import (
+from flashqsa.attend_shape import (
     LIST_PAD,
+    STORED,
     HopperTile,
+    Layout,
     Split,
     TritonTile,
     attend_refusal,
     attend_shape,
     choose_split,
+    hopper_refusal,
     triton_tiles,
     window_rows,
 )
@@ -27,7 +31,7 @@ from flashqsa.values import QsaSpec
 
 ROOT = Path(__file__).resolve().parent.parent
 SHARED_BYTES = {"sm_80": 163 << 10, "sm_90": 227 << 10, "sm_120": 99 << 10}
-COMPILED = {"sm_80": ("64 fp8",), "sm_90": ("64 bf16", "16 bf16"), "sm_120": ("64 bf16",)}
+COMPILED = {"sm_80": ("64 fp8",), "sm_90": ("64 bf16", "16 bf16", "32 fp32"), "sm_120": ("64 bf16",)}
 GPUS = [facts for facts in KNOWN_DEVICES.values() if facts.capability is not None and facts.capability >= (8, 0)]
 H200 = DeviceFacts.named("h200")
 
@@ -47,20 +51,21 @@ def test_the_attention_kernel_compiles(arch: str, tmp_path: Path) -> None:
         assert kernel["registers"] <= 255
         # The end of a unit keeps some registers in local memory, its loop none (docs/kernels/attend.md).
         assert kernel["stack"] <= (0 if " 16 " in name else 128), name
-        wanted = "wgmma.mma_async" if arch == "sm_90" and " 64 " in name else "mma.sync"
-        assert wanted in kernel["products"], name
+        wanted = ["wgmma.mma_async" if arch == "sm_90" and " 64 " in name else "mma.sync"]
+        assert kernel["products"] == ([] if "fp32" in name else wanted), name
 
 
 @pytest.mark.parametrize("facts", GPUS, ids=lambda facts: facts.name)
 @pytest.mark.parametrize("heads", [1, 2, 3, 6, 12, 24, 32])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
-@pytest.mark.parametrize("fp8", [False, True])
-def test_every_shape_of_heads_has_a_tile(facts: DeviceFacts, heads: int, head_dim: int, fp8: bool) -> None:
+@pytest.mark.parametrize("cache_bytes", [1, 2, 4])
+def test_every_shape_of_heads_has_a_tile(facts: DeviceFacts, heads: int, head_dim: int, cache_bytes: int) -> None:
     spec = QsaSpec(q_heads=heads, kv_heads=1, head_dim=head_dim)
-    assert attend_refusal(spec, False, facts) is None
+    assert attend_refusal(spec, STORED[cache_bytes], Layout(), facts) is None
+    on_hopper = hopper_refusal(spec, torch.float16, STORED[cache_bytes], Layout(), facts) is None
     for rows, requests in ((1, 1), (64, 64), (256, 64), (1616, 1), (65_536, 3)):
-        for hopper in (False, True):
-            shape = attend_shape(spec, rows, requests, 150_000, facts, fp8=fp8, hopper=hopper)
+        for hopper in {False, on_hopper}:
+            shape = attend_shape(spec, rows, requests, 150_000, facts, cache_bytes=cache_bytes, hopper=hopper)
             tile = shape.tile
             assert 1 <= tile.group_rows <= 16
             if isinstance(tile, HopperTile):
@@ -69,7 +74,7 @@ def test_every_shape_of_heads_has_a_tile(facts: DeviceFacts, heads: int, head_di
             else:
                 assert tile.group_rows * heads <= tile.lines
                 assert tile.tokens % spec.block_tokens == 0
-                assert tile.words == fp8
+                assert tile.words == (cache_bytes == 1)
             split = shape.split(rows, spec)
             assert split.units == -(-rows // tile.group_rows)
             assert split.inside or split.whole == 0
@@ -81,18 +86,18 @@ def test_a_tile_holds_no_more_entries_than_lists_are_filled_up_to(block_tokens: 
     for head_dim in (16, 64, 256):
         spec = QsaSpec(head_dim=head_dim, block_tokens=block_tokens)
         for facts in GPUS:
-            for fp8 in (False, True):
-                for tile in triton_tiles(spec, 1, fp8, facts):
+            for cache_bytes in STORED:
+                for tile in triton_tiles(spec, 1, cache_bytes, facts):
                     assert tile.tokens // block_tokens <= LIST_PAD
                     assert tile.tokens % block_tokens == 0
     assert HopperTile.TOKENS // 4 <= LIST_PAD
 
 
 def test_a_batch_invariant_row_shares_nothing_and_is_not_cut() -> None:
-    shape = attend_shape(QsaSpec(), 1616, 1, 37_999, H200, batch_invariant=True)
+    shape = attend_shape(QsaSpec(), 1616, 1, 37_999, H200, alone=True, cuts=False)
     assert shape.tile.group_rows == 1
     assert shape.split(1616, QsaSpec()) == Split(3232, 3232)
-    one = attend_shape(QsaSpec(), 1, 1, 37_999, H200, batch_invariant=True)
+    one = attend_shape(QsaSpec(), 1, 1, 37_999, H200, alone=True, cuts=False)
     assert (one.tile, one.unit_tiles) == (shape.tile, shape.unit_tiles)
 
 
@@ -124,17 +129,20 @@ def test_verify_rows_have_windows_of_their_own() -> None:
 
 
 def test_refusals_say_why() -> None:
-    assert "sm_75" in str(attend_refusal(QsaSpec(), False, DeviceFacts.named("t4")))
-    assert "cpu" in str(attend_refusal(QsaSpec(), False, DeviceFacts.named("cpu")))
-    assert "FP32" in str(attend_refusal(QsaSpec(), True, H200))
-    assert "got 512" in str(attend_refusal(QsaSpec(head_dim=512), False, H200))
-    assert "got 6" in str(attend_refusal(QsaSpec(block_tokens=6), False, H200))
+    def refusal(spec: QsaSpec, facts: DeviceFacts, layout: Layout | None = None) -> str:
+        return str(attend_refusal(spec, torch.float16, layout or Layout(), facts))
+
+    assert "sm_75" in refusal(QsaSpec(), DeviceFacts.named("t4"))
+    assert "cpu" in refusal(QsaSpec(), DeviceFacts.named("cpu"))
+    assert "got 512" in refusal(QsaSpec(head_dim=512), H200)
+    assert "got 6" in refusal(QsaSpec(block_tokens=6), H200)
+    assert "32 bits address" in refusal(QsaSpec(), H200, Layout(last_place=1 << 31))
     with pytest.raises(ValueError, match="head_dim"):
         attend_shape(QsaSpec(head_dim=96), 1, 1, 0, H200)
 
 
 def test_the_tile_of_the_oldest_gpus_converts_fp8_itself() -> None:
     for name, native in (("a100", False), ("rtx3090", False), ("l40s", True), ("h200", True)):
-        tile = attend_shape(QsaSpec(), 64, 1, 4000, DeviceFacts.named(name), fp8=True, hopper=False).tile
+        tile = attend_shape(QsaSpec(), 64, 1, 4000, DeviceFacts.named(name), cache_bytes=1).tile
         assert isinstance(tile, TritonTile)
         assert tile.native_fp8 is native

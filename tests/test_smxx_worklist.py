@@ -14,19 +14,20 @@ import torch
 pytest.importorskip("triton", reason="the kernels of smxx are written in Triton")
 
 from flashqsa import reference
-from flashqsa.config import LIST_PAD, HopperTile, list_capacity
+from flashqsa.attend_shape import (
+    LIST_PAD,
+    PLACES,
+    HopperTile,
+    Layout,
+    attend_refusal,
+    hopper_refusal,
+    list_capacity,
+    place_unit,
+)
 from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.kernels.nvrtc import NvrtcNotFoundError, compile_source
-from flashqsa.kernels.smxx.hopper import hopper_kernel, hopper_refusal
-from flashqsa.kernels.smxx.worklist import (
-    RANKED_ENTRIES,
-    WindowLists,
-    empty_lists,
-    list_windows,
-    place_unit,
-    places_refusal,
-    worklist_kernel,
-)
+from flashqsa.kernels.nvrtc.worklist import RANKED_ENTRIES, WindowLists, list_windows, worklist_kernel
+from flashqsa.kernels.sm90.attend import hopper_kernel
 from flashqsa.testing.cases import CASES, Case, named, spec_of
 from flashqsa.testing.inputs import build
 from flashqsa.testing.selections import select_locally
@@ -269,16 +270,16 @@ def test_units_divide_every_offset() -> None:
     assert place_unit(cache, spec) == 2048
     packed = KvCache.packed(torch.empty(3, 784, 1, 512), torch.zeros(1, 1, dtype=torch.int32))
     assert place_unit(packed, spec) == math.gcd(784 * 512, 4 * 512)
-    assert places_refusal(cache, spec) is None
+    assert Layout.of(cache, spec).last_place < PLACES
 
 
 def test_pools_past_32_bits_of_units_are_refused() -> None:
     spec = QsaSpec(kv_heads=1, q_heads=1, head_dim=16)
     pool = torch.empty_strided((1 << 20, 4, 1, 16), (1 << 18, 17, 16, 1), dtype=FP8, device="meta")
     cache = KvCache(pool, pool, torch.zeros(1, 1, dtype=torch.int32))
-    assert "2^31 units of 4 elements" in str(places_refusal(cache, spec))
-    with pytest.raises(ValueError, match="units of 4 elements"):
-        empty_lists(Rows.from_lengths([1], [4]), spec, cache, 1, LIST_PAD, 1)
+    layout = Layout.of(cache, spec)
+    assert layout.last_place == ((1 << 20) - 1 << 18) // 4 + 51 // 4
+    assert "more than 32 bits address" in str(attend_refusal(spec, FP8, layout, DeviceFacts.named("a100")))
 
 
 def test_hopper_refuses_what_its_copies_cannot_address() -> None:
@@ -286,7 +287,8 @@ def test_hopper_refuses_what_its_copies_cannot_address() -> None:
     q, table = torch.empty(2, 12, 256, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int32)
     for elements, word in ((256, None), (257, "16 bytes"), (1 << 29, "32 bits")):
         pool = torch.empty_strided((2, 4, 1, 256), (4 * elements, elements, 256, 1), dtype=q.dtype, device="meta")
-        reason = hopper_refusal(q, KvCache(pool, pool, table), spec, None)
+        layout = Layout.of(KvCache(pool, pool, table), spec, q)
+        reason = hopper_refusal(spec, q.dtype, q.dtype, layout, DeviceFacts.named("h200"))
         assert reason is None if word is None else word in str(reason)
 
 

@@ -33,7 +33,7 @@ from flashqsa.testing.selections import (
     swap_one_block,
 )
 from flashqsa.testing.verify import verify_case
-from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows, Scores, Selection
+from flashqsa.values import FP8, KvCache, QsaSpec, Rows, Scores, Selection
 
 # Cases.
 
@@ -469,7 +469,7 @@ KernelFunction = Callable[..., Any]
 
 
 def swapped(kernels: ModuleType) -> dict[str, KernelFunction]:
-    def topk(scores: Scores, out: Selection) -> None:
+    def topk(scores: Scores, out: Selection, *_plan: object) -> None:
         kernels.topk(scores, out)
         for row in range(out.rows):
             left_out = sorted(set(range(int(scores.visible[row]))) - set(out.blocks[row].tolist()))
@@ -481,7 +481,7 @@ def swapped(kernels: ModuleType) -> dict[str, KernelFunction]:
 
 
 def highest_id_wins(kernels: ModuleType) -> dict[str, KernelFunction]:
-    def topk(scores: Scores, out: Selection) -> None:
+    def topk(scores: Scores, out: Selection, *_plan: object) -> None:
         for row in range(out.rows):
             seen = int(scores.visible[row])
             turned = reference.topk(
@@ -497,24 +497,24 @@ def highest_id_wins(kernels: ModuleType) -> dict[str, KernelFunction]:
 def off(kernels: ModuleType, output: float = 0.0, lse: float = 0.0, growing: float = 0.0) -> dict[str, KernelFunction]:
     calls: list[None] = []
 
-    def merge(*arguments: Any) -> tuple[Tensor, Tensor]:
+    def attend(*arguments: Any) -> tuple[Tensor, Tensor]:
         calls.append(None)
-        good, good_lse = kernels.merge(*arguments)
+        good, good_lse = kernels.sparse_attention(*arguments)
         good[3, 2, 5] += output + growing * len(calls)
         good_lse[3, 2] += lse
         return good, good_lse
 
-    return {"merge": merge}
+    return {"sparse_attention": attend}
 
 
 def reads(kernels: ModuleType, what: Callable[[KvCache], Tensor]) -> dict[str, KernelFunction]:
     """Adds something read from the cache that must not matter, times next to nothing."""
 
-    def attend(q: Tensor, kv_cache: KvCache, *arguments: Any) -> Partial:
-        partial = kernels.attend(q, kv_cache, *arguments)
-        return Partial(partial.output + 1e-7 * what(kv_cache), partial.lse)
+    def attend(q: Tensor, kv_cache: KvCache, *arguments: Any) -> tuple[Tensor, Tensor]:
+        output, lse = kernels.sparse_attention(q, kv_cache, *arguments)
+        return output + 1e-7 * what(kv_cache), lse
 
-    return {"attend": attend}
+    return {"sparse_attention": attend}
 
 
 FAULTS: dict[str, tuple[Callable[[ModuleType], dict[str, KernelFunction]], str]] = {

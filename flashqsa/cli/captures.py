@@ -26,7 +26,7 @@ from flashqsa.cli.show import FAILED, OK, Screen, UserError, log_lines, seconds,
 from flashqsa.cli.verify import chosen_cases
 from flashqsa.device import facts_of
 from flashqsa.route import CANDIDATES, Stage
-from flashqsa.testing.calls import attention_failures, pick_rows, selection_failure
+from flashqsa.testing.calls import attention_failures, pick_rows, product_dtype, selection_failure
 from flashqsa.testing.inputs import build
 from flashqsa.values import IndexCache, KvCache, Selection
 
@@ -219,6 +219,8 @@ def _time(call: Captured, pin: str | None, times: int) -> list[float]:
     for number in range(WARM_UP_CALLS + times):
         started = time.perf_counter()
         _call(call, pin)
+        if call.rows.request.is_cuda:
+            torch.cuda.synchronize(call.rows.request.device)
         if number >= WARM_UP_CALLS:
             spent.append(time.perf_counter() - started)
     return spent
@@ -239,7 +241,15 @@ def _verify(
     assert selection is None or isinstance(selection, Selection)
     assert gate is None or isinstance(gate, Tensor)
     failures, error = attention_failures(
-        *result, call.tensor("q"), kv_cache, selection, call.rows, call.spec, gate, picked
+        *result,
+        call.tensor("q"),
+        kv_cache,
+        selection,
+        call.rows,
+        call.spec,
+        gate,
+        picked,
+        product_dtype("smxx" if call.rows.request.is_cuda else "cpu", kv_cache.keys.dtype),
     )
     return failures, error, picked.numel()
 

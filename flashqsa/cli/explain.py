@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Question:
     top_blocks: int
     device: str
     route: str | None
+    batch_invariant: bool = False
 
 
 def dtype_named(name: str, *, storage: bool = False) -> torch.dtype:
@@ -91,7 +92,13 @@ def call_of(question: Question) -> Call:
     q_dtype = dtype_named(question.dtype)
     cache_dtype = q_dtype if question.cache_dtype is None else dtype_named(question.cache_dtype, storage=True)
     return Call(
-        spec, question.rows, question.requests, question.context - 1, q_dtype, cache_dtype, question.page_tokens
+        spec,
+        question.rows,
+        question.requests,
+        question.context - 1,
+        q_dtype,
+        cache_dtype,
+        batch_invariant=question.batch_invariant,
     )
 
 
@@ -116,8 +123,9 @@ def explain(question: Question, screen: Screen, json_target: str | None) -> int:
             "selects_everything": call.selects_everything,
             "q_dtype": str(call.q_dtype).removeprefix("torch."),
             "cache_dtype": str(call.cache_dtype).removeprefix("torch."),
-            "page_tokens": call.page_tokens,
+            "page_tokens": question.page_tokens,
             "top_blocks": call.spec.top_blocks,
+            "batch_invariant": call.batch_invariant,
         },
         "pin": pin,
         "routes": {},
@@ -167,28 +175,41 @@ def _pin(route: str | None) -> str | None:
         raise UserError(f"--{error}") from error
 
 
+def _group_rows(plan: Plan) -> tuple[tuple[int, ...], int]:
+    """Rows of a group, of which one is taken, and tokens of a tile."""
+    shape = plan.attend.shape
+    if shape is None:
+        return plan.attend.config.group_rows, plan.attend.config.tile_tokens
+    return (shape.tile.group_rows,), shape.tile.tokens
+
+
 def _plan_json(plan: Plan) -> dict[str, Any]:
-    return {
+    groups, tile_tokens = _group_rows(plan)
+    content: dict[str, Any] = {
         "chunk_rows": plan.select.chunk_rows,
         "width_blocks": plan.select.width_blocks,
-        "group_rows": list(plan.attend.config.group_rows),
-        "tile_tokens": plan.attend.config.tile_tokens,
+        "group_rows": list(groups),
+        "tile_tokens": tile_tokens,
         "max_entries": plan.attend.max_entries,
         "workspace_bytes": plan.workspace_bytes,
     }
+    if plan.attend.shape is not None:
+        content["split"] = asdict(plan.attend.shape.split(plan.call.rows, plan.call.spec))
+        content["tile"] = asdict(plan.attend.shape.tile)
+    return content
 
 
 def _show_plan(plan: Plan, screen: Screen) -> None:
-    groups = ", ".join(map(str, plan.attend.config.group_rows))
-    screen.table(
-        "plan",
-        ("size", "value"),
-        [
-            ("blocks a row sees, at most", f"{plan.select.width_blocks:,}"),
-            ("rows scored at a time", f"{plan.select.chunk_rows:,}"),
-            ("rows of a group, one of", groups),
-            ("tokens gathered at a time, at most", f"{plan.attend.config.tile_tokens:,}"),
-            ("blocks a group can have, at most", f"{plan.attend.max_entries:,}"),
-            ("workspace", mebibytes(plan.workspace_bytes)),
-        ],
-    )
+    groups, tile_tokens = _group_rows(plan)
+    sizes = [
+        ("blocks a row sees, at most", f"{plan.select.width_blocks:,}"),
+        ("rows scored at a time", f"{plan.select.chunk_rows:,}"),
+        ("rows of a group" + (", one of" if len(groups) > 1 else ""), ", ".join(map(str, groups))),
+        ("tokens gathered at a time, at most", f"{tile_tokens:,}"),
+        ("blocks a group can have, at most", f"{plan.attend.max_entries:,}"),
+    ]
+    if plan.attend.shape is not None:
+        split = plan.attend.shape.split(plan.call.rows, plan.call.spec)
+        cut = f", {split.cut:,} of them in {split.parts} parts" if split.cut else ""
+        sizes.append(("groups times KV heads", f"{split.units:,}{cut}"))
+    screen.table("plan", ("size", "value"), [*sizes, ("workspace", mebibytes(plan.workspace_bytes))])

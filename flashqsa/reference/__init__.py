@@ -35,9 +35,13 @@ def sparse_attention(
     spec: QsaSpec,
     gate: Tensor | None = None,
     precision: torch.dtype = torch.float64,
+    rounding: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [rows, q_heads, head_dim] in q's dtype and lse [rows, q_heads] FP32; worked out in `precision`."""
-    output, lse = attend(q, kv_cache, selection, rows, spec, precision)
+    """Output [rows, q_heads, head_dim] in q's dtype and lse [rows, q_heads] FP32; worked out in `precision`.
+
+    rounding  what queries and probabilities are rounded to, as by tensor cores (`attend_tokens`)
+    """
+    output, lse = attend(q, kv_cache, selection, rows, spec, precision, rounding)
     return gated(output, gate, q.dtype), lse.float()
 
 

@@ -10,21 +10,38 @@ from flashqsa.reference.paging import read_kv
 from flashqsa.values import KvCache, Partial, QsaSpec, Rows, Selection
 
 
-def attend_tokens(q: Tensor, keys: Tensor, values: Tensor, spec: QsaSpec) -> tuple[Tensor, Tensor]:
+def attend_tokens(
+    q: Tensor, keys: Tensor, values: Tensor, spec: QsaSpec, rounding: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
     """Softmax attention of one row over given tokens; query head h reads KV head h // heads_per_kv_head.
 
     q             [q_heads, head_dim]
     keys, values  [tokens, kv_heads, head_dim], in q's dtype
+    rounding      what products of tensor cores take: queries are rounded to it, each head at its own power of two, and
+                  probabilities, relative to a head's largest; None to round nothing
 
     Returns output [q_heads, head_dim] and lse [q_heads]; 0 and -inf without tokens.
     """
     if keys.shape[0] == 0:
         return torch.zeros_like(q), torch.full_like(q[:, 0], float("-inf"))
+    if rounding is not None:
+        q = _rounded(q, rounding)
     grouped = q.view(spec.kv_heads, spec.heads_per_kv_head, spec.head_dim)
     logits = torch.einsum("hgd,thd->hgt", grouped, keys) * spec.softmax_scale
     lse = torch.logsumexp(logits, dim=-1)
-    output = torch.einsum("hgt,thd->hgd", torch.exp(logits - lse[..., None]), values)
+    if rounding is None:
+        output = torch.einsum("hgt,thd->hgd", torch.exp(logits - lse[..., None]), values)
+    else:
+        weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+        output = torch.einsum("hgt,thd->hgd", weights.to(rounding).to(q.dtype), values)
+        output = output / weights.sum(dim=-1, keepdim=True)
     return output.reshape(q.shape), lse.reshape(-1)
+
+
+def _rounded(q: Tensor, dtype: torch.dtype) -> Tensor:
+    """Each head [head_dim] of q rounded to a dtype, at the power of two of its largest number."""
+    exponent = torch.frexp(q.abs().amax(dim=-1, keepdim=True)).exponent
+    return torch.ldexp(torch.ldexp(q, -exponent).to(dtype).to(q.dtype), exponent)
 
 
 def attend(
@@ -34,14 +51,16 @@ def attend(
     rows: Rows,
     spec: QsaSpec,
     precision: torch.dtype = torch.float64,
+    rounding: torch.dtype | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each row over its selected blocks and its tail; over all it sees (dense) without a selection.
 
-    q  [rows, q_heads, head_dim]
+    q         [rows, q_heads, head_dim]
+    rounding  as in `attend_tokens`
 
     Tokens on a hole are left out. Returns output [rows, q_heads, head_dim] and lse [rows, q_heads] in `precision`.
     """
-    part = split(q, kv_cache, selection, rows, spec, 1, precision)
+    part = split(q, kv_cache, selection, rows, spec, 1, precision, rounding)
     return part.output[0], part.lse[0]
 
 
@@ -53,6 +72,7 @@ def split(
     spec: QsaSpec,
     parts: int,
     precision: torch.dtype = torch.float64,
+    rounding: torch.dtype | None = None,
 ) -> Partial:
     """As `attend`, with each row's token list cut into `parts` runs of nearly equal length that do not see each other.
 
@@ -65,7 +85,7 @@ def split(
         for part, run in enumerate(tokens.tensor_split(parts)):
             if run.numel():
                 keys, values = read_kv(kv_cache, int(rows.request[row]), run, precision)
-                output[part, row], lse[part, row] = attend_tokens(q[row].to(precision), keys, values, spec)
+                output[part, row], lse[part, row] = attend_tokens(q[row].to(precision), keys, values, spec, rounding)
     return Partial(output, lse)
 
 

@@ -41,6 +41,12 @@ MMA: tuple[TritonEntry, ...] = (
 )
 """The others."""
 
+FP32: tuple[TritonEntry, ...] = (
+    {"lines": 16, "tokens": 32, "warps": 8, "stages": 2, "resident": 2},
+    {"lines": 32, "tokens": 16, "warps": 8, "stages": 2, "resident": 2},
+)
+"""An FP32 cache, on any of them: plain FP32 products, for bits and not for speed."""
+
 FP8_STAGES = 3
 """Tiles in flight of an FP8 cache with 64 lines on compute capability 9.0: they take half the shared memory."""
 

@@ -7,7 +7,7 @@ from torch import Tensor
 
 from flashqsa import reference
 from flashqsa.testing import compare
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
+from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Selection
 
 
 def pick_rows(rows: Rows, most: int) -> Tensor:
@@ -38,6 +38,17 @@ def selection_failure(
     return compare.selection_within_tolerance(part, exact, spec.top_blocks, tolerance)
 
 
+def product_dtype(kernel_set: str, cache_dtype: torch.dtype) -> torch.dtype | None:
+    """What a kernel set's products take queries and probabilities as; None for FP32, which rounds nothing.
+
+    >>> product_dtype("cpu", torch.float16), product_dtype("smxx", FP8)
+    (None, torch.float16)
+    """
+    if kernel_set in ("cpu", "reference") or cache_dtype == torch.float32:
+        return None
+    return torch.float16 if cache_dtype == FP8 else cache_dtype
+
+
 def attention_failures(
     got: Tensor,
     got_lse: Tensor,
@@ -48,10 +59,13 @@ def attention_failures(
     spec: QsaSpec,
     gate: Tensor | None,
     picked: Tensor,
+    rounding: torch.dtype | None = None,
 ) -> tuple[list[str], float]:
     """What is wrong with the picked rows of an attention, and the largest error as a share of what is allowed.
 
     got, got_lse  [rows, q_heads, head_dim] in q's dtype, [rows, q_heads] FP32
+    rounding      what the route's products round to (`product_dtype`); what the reference errs with the same rounding
+                  decides what is allowed
     """
     few = Rows(rows.request[picked], rows.position[picked], rows.max_position)
     chosen = None if selection is None else Selection(selection.blocks[picked], selection.count[picked])
@@ -59,7 +73,9 @@ def attention_failures(
     exact, lse = reference.attend(q[picked], kv_cache, chosen, few, spec)
     if part_gate is not None:
         exact = exact * torch.sigmoid(part_gate.double())
-    low, low_lse = reference.sparse_attention(q[picked], kv_cache, chosen, few, spec, part_gate, torch.float32)
+    low, low_lse = reference.sparse_attention(
+        q[picked], kv_cache, chosen, few, spec, part_gate, torch.float32, rounding
+    )
     found = (
         compare.attention_within_tolerance(got[picked], low, exact),
         compare.lse_within_tolerance(got_lse[picked], lse, low_lse),

@@ -11,7 +11,7 @@ from torch import Tensor
 from flashqsa import pipeline, reference
 from flashqsa.route import NoRouteError
 from flashqsa.testing import compare
-from flashqsa.testing.calls import attention_failures, pick_rows, selection_failure
+from flashqsa.testing.calls import attention_failures, pick_rows, product_dtype, selection_failure
 from flashqsa.testing.cases import Case
 from flashqsa.testing.inputs import Inputs, build, fill_unwritten, relocate
 from flashqsa.values import Selection
@@ -98,7 +98,8 @@ def verify_case(case: Case, device: torch.device | str = "cpu", route: str | Non
         difference = outcome.difference(calls.run_joined(inputs, outcome.selection))
         failures.append(None if difference is None else f"{difference} of qsa_attention is not that of its two halves")
         failures.append(_selection_failure(inputs, outcome.selection))
-    attention, error = _attention_failures(inputs, outcome)
+    rounding = product_dtype(calls.plan.attend_decision.route.kernel_set, inputs.kv_cache.keys.dtype)
+    attention, error = _attention_failures(inputs, outcome, rounding)
     found = tuple(failure for failure in (*failures, *attention) if failure is not None)
     return CaseResult(case, calls.routes, None, found, error)
 
@@ -150,7 +151,7 @@ def _selection_failure(inputs: Inputs, got: Selection) -> str | None:
     return selection_failure(got, *arguments, pick_rows(inputs.rows, 0))
 
 
-def _attention_failures(inputs: Inputs, outcome: _Outcome) -> tuple[list[str], float]:
+def _attention_failures(inputs: Inputs, outcome: _Outcome, rounding: torch.dtype | None) -> tuple[list[str], float]:
     """What is wrong with the attention on its own selection, and its largest error as a share of the allowed."""
     return attention_failures(
         outcome.output,
@@ -162,4 +163,5 @@ def _attention_failures(inputs: Inputs, outcome: _Outcome) -> tuple[list[str], f
         inputs.spec,
         inputs.gate,
         pick_rows(inputs.rows, 0),
+        rounding,
     )

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from flashqsa.kernels.cpu.paging import FP8_UNIT, Buffer, Ints, Pool, Run, pages_of, request_runs
+from flashqsa.plan import SelectPlan
 from flashqsa.values import FP8, IndexCache, QsaSpec, Rows, Scores, Selection
 
 TILE_ROWS = 64
@@ -28,7 +29,7 @@ def empty_selection(rows: Rows, spec: QsaSpec) -> Selection:
     return Selection(blocks, torch.zeros(rows.count, dtype=torch.int32))
 
 
-def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Selection:
+def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec, _plan: SelectPlan | None = None) -> Selection:
     """Every visible block that is not on a hole; for calls where no row sees more than `top_blocks` of them."""
     selection = empty_selection(rows, spec)
     blocks, count = selection.blocks.numpy(), selection.count.numpy()
@@ -45,13 +46,17 @@ def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Sel
     return selection
 
 
-def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Scores:
+def score(
+    index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan | None = None
+) -> Scores:
     """Scores of each row's visible blocks: index_dim^(-1/2) * sum over heads of relu(<index_q, key>), in FP32.
 
     index_q  [rows, index_heads, index_dim], a chunk of a call's rows
 
     Returns scores as wide as the most blocks any of these rows sees. A block on a hole scores -inf. A row that sees no
     more than `top_blocks` blocks takes them all, so its scores are 0 without a product.
+
+    A plan that is batch invariant has each row scored alone: the shape of a product decides its bits.
     """
     visible = rows.visible_blocks(spec)
     seen = visible.numpy().astype(np.int64)
@@ -60,6 +65,7 @@ def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -
     if index_cache.keys.dtype == FP8:
         scale *= FP8_UNIT * (1.0 if index_cache.scale is None else index_cache.scale)
     keys: _Keys | None = None
+    most_rows = 1 if plan is not None and plan.batch_invariant else rows.count
     for run in request_runs(rows):
         if run.request < 0:
             continue
@@ -69,8 +75,10 @@ def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -
         if few > run.start:
             values[run.start : few, : seen[few - 1]] = 0.0
         if few < run.stop:
-            keys = keys or _Keys(index_cache, min(rows.count, TILE_ROWS) * spec.index_heads, values.shape[1])
-            _score_run(index_q, keys, pages, Run(few, run.stop, run.request), seen, values, spec, scale)
+            keys = keys or _Keys(index_cache, min(most_rows, TILE_ROWS) * spec.index_heads, values.shape[1])
+            for start in range(few, run.stop, most_rows):
+                part = Run(start, min(start + most_rows, run.stop), run.request)
+                _score_run(index_q, keys, pages[: seen[part.stop - 1]], part, seen, values, spec, scale)
         holes = torch.from_numpy(np.flatnonzero(pages < 0))
         if holes.numel():
             values[run.start : run.stop].index_fill_(1, holes, float("-inf"))

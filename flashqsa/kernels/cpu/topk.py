@@ -5,13 +5,14 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from flashqsa.plan import SelectPlan
 from flashqsa.values import Scores, Selection
 
 TILE_SCORES = 1 << 20
 """Scores ranked at a time: 4 MiB of scratch, which stays in cache."""
 
 
-def topk(scores: Scores, out: Selection) -> None:
+def topk(scores: Scores, out: Selection, _plan: SelectPlan | None = None) -> None:
     """Writes each row's best blocks and their number into `out`, in place.
 
     scores  of the rows of `out`; columns from `visible` on are not looked at

@@ -5,7 +5,9 @@ Importing this needs neither a GPU nor NVRTC: both are looked for at a kernel's 
 
 from flashqsa.kernels.nvrtc.compiler import Compiled, CompileError, Source, compile_source
 from flashqsa.kernels.nvrtc.driver import DriverError, Kernel
+from flashqsa.kernels.nvrtc.everything import empty_selection, select_everything
 from flashqsa.kernels.nvrtc.library import Nvrtc, NvrtcNotFoundError, nvrtc_for
+from flashqsa.kernels.nvrtc.write import write_index_keys, write_kv
 
 __all__ = [
     "CompileError",
@@ -16,5 +18,9 @@ __all__ = [
     "NvrtcNotFoundError",
     "Source",
     "compile_source",
+    "empty_selection",
     "nvrtc_for",
+    "select_everything",
+    "write_index_keys",
+    "write_kv",
 ]

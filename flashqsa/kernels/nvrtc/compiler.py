@@ -39,13 +39,14 @@ class CompileError(RuntimeError):
 
 @dataclass(frozen=True)
 class Source:
-    """CUDA C++ to compile: a file of this folder, or text that stands for one.
+    """CUDA C++ to compile: a file of this package, or text that stands for one.
 
     name     of the file, `topk.cu`
     defines  (macro, value) pairs: what a variant of the kernel is made for
-    text     the source itself, where it is not a file of this folder
-    headers  names of the files of this folder that it includes
+    text     the source itself, where it is not a file
+    headers  names of the files of the folder that it includes
     suffix   of the architecture: "a" for instructions that this very architecture alone has (`sm_90a`)
+    folder   where the file is: this one, or another kernel set's
 
     >>> Source("topk.cu", (("THREADS", 256), ("SEGMENTS", 2))).options
     ('-DTHREADS=256', '-DSEGMENTS=2')
@@ -56,6 +57,7 @@ class Source:
     text: str | None = None
     headers: tuple[str, ...] = ()
     suffix: str = ""
+    folder: Path = HERE
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -64,7 +66,7 @@ class Source:
 
     def read(self) -> str:
         """The source's text."""
-        return self.text if self.text is not None else (HERE / self.name).read_text("utf-8")
+        return self.text if self.text is not None else (self.folder / self.name).read_text("utf-8")
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def compile_source(source: Source, capability: tuple[int, int]) -> Compiled:
     library, arch = nvrtc_for(capability)
     arch += source.suffix
     text = source.read()
-    headers = tuple((header, (HERE / header).read_text("utf-8")) for header in source.headers)
+    headers = tuple((header, (source.folder / header).read_text("utf-8")) for header in source.headers)
     options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)
     facts = {"name": source.name, "options": list(options), "nvrtc": list(library.version), "arch": arch}
     folder = cache_folder() / f"{Path(source.name).stem}-{arch}-{_key(facts, [(source.name, text), *headers])}"

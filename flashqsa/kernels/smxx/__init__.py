@@ -1,23 +1,64 @@
-"""Kernels for GPUs of compute capability 8.0 and newer, in Triton, and Hopper's own attention in CUDA C++.
+"""Kernels for GPUs of compute capability 8.0 and newer: scores, attention and merge in Triton.
 
-No route leads here yet: `device.kernel_sets_for` lists `smxx` for no device, and this module has none of the functions
-that `pipeline` calls. What is here are the stages as functions of their own, with their tests:
-
-score, paging                    index scores over a paged cache, with segment maxima (`config.score_config`)
-topk                             exact top-k (`nvrtc/topk.cu`, `config.topk_config`), which every NVIDIA GPU can run
-worklist, attend, hopper, merge  attention of windows of rows; `sparse` runs it whole (`config.attend_shape`)
-
-`write_index_keys`, `write_kv` and `select_everything` are not here.
-
-Run and timed on one H200 (torch 2.11+cu130, Triton 3.6), each stage in a tree of its own, some rows of each case
-compared with FP64 and selections with a full sort: `benchmarks/results/select-h200.json`,
-`benchmarks/results/attend-h200.json`. On other GPUs nothing was run; the kernels compile for sm_80, sm_90 and sm_120,
-and, without a GPU, tests interpret the Triton ones and run the worklist's source on the CPU.
-
-In the last run of the GPU tests of attention 114 passed and 4 failed: two by a fault of the worklist with padding rows
-between the rows of one request, one by a fault of the test, one by a limit set too low. All four were mended since, and
-the following has not been on a GPU either: the worklist takes no positions from padding and is bounded to 40 registers,
-offsets of KV heads and tokens are 64-bit numbers in `attend`, tiles hold at most `LIST_PAD` entries, the FP8 stages of
-tiles other than sm_90's, the layout of `sum_heads` and `line_order` in `score`, the set-up call of `nvrtc.driver`, and
-the test that replays scores and top-k in a graph.
+Exact top-k, worklist and writing are CUDA C++ that every NVIDIA GPU shares (`kernels.nvrtc`). Every launch follows from
+host numbers and none waits for the device, so calls may be captured in a CUDA graph once they have run: the first one
+compiles. What was run and timed on which GPU is in `docs/ROUTES.md`.
 """
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from flashqsa.kernels.nvrtc import topk as nvrtc_topk
+from flashqsa.kernels.nvrtc.everything import empty_selection
+from flashqsa.kernels.nvrtc.everything import select_everything as nvrtc_everything
+from flashqsa.kernels.nvrtc.write import write_index_keys, write_kv
+from flashqsa.kernels.smxx import score as paged_score
+from flashqsa.kernels.smxx import sparse
+from flashqsa.plan import AttendPlan, SelectPlan
+from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
+
+
+def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Selection:
+    """Every visible block that is not on a hole; for calls where no row sees more than `top_blocks` of them."""
+    if plan.capability is None:
+        raise ValueError("a plan for a CPU has no compute capability")
+    return nvrtc_everything(index_cache, rows, spec, plan.capability)
+
+
+def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Scores:
+    """Scores of a chunk of rows: see `score.score`."""
+    return paged_score.score(index_q, index_cache, rows, spec, plan.chunk_config(rows.count).score)
+
+
+def topk(scores: Scores, out: Selection, plan: SelectPlan) -> None:
+    """Writes a chunk's best blocks into `out`: see `nvrtc.topk.topk`."""
+    nvrtc_topk.topk(scores, out, plan.chunk_config(scores.values.shape[0]).topk)
+
+
+def sparse_attention(
+    q: Tensor,
+    kv_cache: KvCache,
+    selection: Selection | None,
+    rows: Rows,
+    spec: QsaSpec,
+    gate: Tensor | None,
+    return_lse: bool,
+    plan: AttendPlan,
+) -> tuple[Tensor, Tensor | None]:
+    """Worklist, attention and merge: see `sparse.sparse_attention`."""
+    shape, capability = plan.gpu()
+    return sparse.sparse_attention(
+        q, kv_cache, selection, rows, spec, gate, return_lse, shape, capability, plan.limit_bytes
+    )
+
+
+__all__ = [
+    "empty_selection",
+    "score",
+    "select_everything",
+    "sparse_attention",
+    "topk",
+    "write_index_keys",
+    "write_kv",
+]

@@ -13,9 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashqsa.config import Split, TritonTile
+from flashqsa.attend_shape import HopperTile, Split, TritonTile
+from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.kernels.smxx.merge import LN_2, finish_rows, merged_parts
-from flashqsa.kernels.smxx.worklist import WindowLists
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows
 
 LOG2_E = 1.4426950408889634
@@ -211,7 +211,7 @@ def attend_kernel(
         elif FP8_CACHE:
             key = key.to(tl.float16)
             value = value.to(tl.float16)
-        logits = tl.dot(query, tl.trans(key))  # [M, N]
+        logits = tl.dot(query, tl.trans(key), input_precision="ieee")  # [M, N]
         logits = tl.where((seen[None, :] & row_bit[:, None]) != 0, logits, float("-inf"))
         new_top = tl.maximum(top, tl.max(logits, 1) * line_scale)
         # A line that has seen nothing keeps weight 0: -inf - -inf would be NaN.
@@ -219,7 +219,7 @@ def attend_kernel(
         weight = tl.math.exp2(logits * line_scale[:, None] - reference[:, None])
         fade = tl.math.exp2(top - reference)
         total = total * fade + tl.sum(weight, 1)
-        acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None])
+        acc = tl.dot(weight.to(value.dtype), value, acc * fade[:, None], input_precision="ieee")
         top = new_top
 
     factor = 1.0 / tl.where(total == 0.0, 1.0, total)
@@ -267,7 +267,7 @@ def attend_triton(
     lists: WindowLists,
     rows: Rows,
     spec: QsaSpec,
-    tile: TritonTile,
+    tile: TritonTile | HopperTile,
     split: Split,
     gate: Tensor | None,
     out: Tensor,
@@ -282,8 +282,10 @@ def attend_triton(
 
     Writes `out` and, where asked for, `lse` of the rows whose units are not cut, or are merged inside. Logits, softmax
     and sums are FP32. Probabilities are rounded to the values' dtype, with an FP8 cache to FP16, as the queries then
-    are too. A row that sees nothing gets output 0 and lse -inf.
+    are too. A row that sees nothing gets output 0 and lse -inf. Raises TypeError for a tile of another kernel.
     """
+    if not isinstance(tile, TritonTile):
+        raise TypeError(f"wanted a TritonTile, got {tile}")
     keys, values = kv_cache.keys, kv_cache.values
     fp8 = keys.dtype == FP8
     packed = 1

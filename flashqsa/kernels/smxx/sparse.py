@@ -2,15 +2,36 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 from torch import Tensor
 
-from flashqsa.config import AttendShape, HopperTile, Split
+from flashqsa.attend_shape import AttendShape, HopperTile, Split, TritonTile
+from flashqsa.kernels.nvrtc.worklist import WindowLists, empty_lists, list_windows
 from flashqsa.kernels.smxx.attend import attend_triton
-from flashqsa.kernels.smxx.hopper import attend_hopper
 from flashqsa.kernels.smxx.merge import merge
-from flashqsa.kernels.smxx.worklist import empty_lists, list_windows
 from flashqsa.values import KvCache, Partial, QsaSpec, Rows, Selection
+
+
+class AttendLaunch(Protocol):
+    """The launcher of an attention kernel: `attend.attend_triton`, or one that takes and does the same."""
+
+    def __call__(
+        self,
+        q: Tensor,
+        kv_cache: KvCache,
+        lists: WindowLists,
+        rows: Rows,
+        spec: QsaSpec,
+        tile: TritonTile | HopperTile,
+        split: Split,
+        gate: Tensor | None,
+        out: Tensor,
+        lse: Tensor | None,
+        partial: Partial | None,
+    ) -> None:
+        """Attends and writes `out` and `lse`."""
 
 
 def sparse_attention(
@@ -24,13 +45,15 @@ def sparse_attention(
     shape: AttendShape,
     capability: tuple[int, int],
     limit_bytes: int,
+    launch: AttendLaunch = attend_triton,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated attention of every row over its selected blocks and its tail; over all it sees without a selection.
 
-    q, gate      [rows, q_heads, head_dim] FP16 or BF16 in the cache's dtype; any float with an FP8 cache
-    shape        from `config.attend_shape`, for these rows; Hopper's own tile only where `hopper_refusal` has no reason
+    q, gate      [rows, q_heads, head_dim] in the cache's dtype; any float with an FP8 cache
+    shape        from `attend_shape.attend_shape`, for these rows and this launcher
     capability   of the device
     limit_bytes  for the worklists: rows are taken in chunks of whole windows where they need more
+    launch       of the attention kernel
 
     Returns output [rows, q_heads, head_dim] in q's dtype, and lse [rows, q_heads] FP32 or None. Nothing waits for the
     device, and every size follows from host numbers, so the call may be captured in a CUDA graph once it has run.
@@ -38,20 +61,22 @@ def sparse_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     step = shape.chunk_rows(spec, limit_bytes)
-    for start in range(0, rows.count, step):
-        part = slice(start, min(start + step, rows.count))
-        _attend_rows(
-            q[part],
-            kv_cache,
-            None if selection is None else selection.slice(part.start, part.stop),
-            rows.slice(part.start, part.stop),
-            spec,
-            None if gate is None else gate[part],
-            out[part],
-            None if lse is None else lse[part],
-            shape,
-            capability,
-        )
+    with torch.cuda.device_of(q):
+        for start in range(0, rows.count, step):
+            part = slice(start, min(start + step, rows.count))
+            _attend_rows(
+                q[part],
+                kv_cache,
+                None if selection is None else selection.slice(part.start, part.stop),
+                rows.slice(part.start, part.stop),
+                spec,
+                None if gate is None else gate[part],
+                out[part],
+                None if lse is None else lse[part],
+                shape,
+                capability,
+                launch,
+            )
     return out, lse
 
 
@@ -75,15 +100,12 @@ def _attend_rows(
     lse: Tensor | None,
     shape: AttendShape,
     capability: tuple[int, int],
+    launch: AttendLaunch,
 ) -> None:
     tile, split = shape.tile, shape.split(rows.count, spec)
-    counters = spec.kv_heads * (tile.consumers if isinstance(tile, HopperTile) else 1)
-    lists = empty_lists(rows, spec, kv_cache, tile.group_rows, shape.capacity, counters)
+    lists = empty_lists(rows, spec, kv_cache, tile.group_rows, shape.capacity, spec.kv_heads * tile.counters)
     list_windows(lists, selection, rows, spec, kv_cache, capability)
     partial = empty_partial(split, tile.group_rows, rows.count, spec, q.device)
-    if isinstance(tile, HopperTile):
-        attend_hopper(q, kv_cache, lists, rows, spec, tile, split, gate, out, lse, partial)
-    else:
-        attend_triton(q, kv_cache, lists, rows, spec, tile, split, gate, out, lse, partial)
+    launch(q, kv_cache, lists, rows, spec, tile, split, gate, out, lse, partial)
     if partial is not None and not split.inside:
         merge(partial, gate, out, lse)

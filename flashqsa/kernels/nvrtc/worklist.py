@@ -1,6 +1,6 @@
 """What each window of rows has to read, made on the device: one launch, no host synchronisation, no sort.
 
-A window is `group_rows` consecutive rows of the call. The kernel (`nvrtc/worklist.cu`) lists the union of its rows'
+A window is `group_rows` consecutive rows of the call. The kernel (`worklist.cu`) lists the union of its rows'
 blocks and open blocks in ascending logical order, request by request, and writes for every token a mask with a bit per
 row. The masks say everything the attention kernel has to know: a token that no row attends to (past every row, on a
 hole, or in an entry that only fills up the last tile) has mask 0 and is never loaded.
@@ -15,8 +15,9 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashqsa.config import LIST_PAD, MAX_WINDOW_ROWS
-from flashqsa.kernels.nvrtc import Kernel, Source
+from flashqsa.attend_shape import LIST_PAD, MAX_WINDOW_ROWS, place_unit
+from flashqsa.kernels.nvrtc.compiler import Source
+from flashqsa.kernels.nvrtc.driver import Kernel
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
 
 THREADS = 512
@@ -67,36 +68,16 @@ class WindowLists:
         return self.places.shape[1]
 
 
-def place_unit(kv_cache: KvCache, spec: QsaSpec) -> int:
-    """Elements that divide the offset of every block in the keys and in the values."""
-    found = 0
-    for pool in (kv_cache.keys, kv_cache.values):
-        found = math.gcd(found, pool.stride(0) if pool.shape[0] > 1 else 0, pool.stride(1) * spec.block_tokens)
-    return max(found, 1)
-
-
-def places_refusal(kv_cache: KvCache, spec: QsaSpec) -> str | None:
-    """Why a cache's blocks cannot be addressed by 32-bit units, or None when they can."""
-    unit = place_unit(kv_cache, spec)
-    for name, pool in (("keys", kv_cache.keys), ("values", kv_cache.values)):
-        last = (pool.shape[0] - 1) * pool.stride(0) + (pool.shape[1] - 1) * pool.stride(1)
-        if last // unit >= 1 << 31:
-            return f"{name} of {list(pool.shape)} with strides {list(pool.stride())} pass 2^31 units of {unit} elements"
-    return None
-
-
 def empty_lists(
     rows: Rows, spec: QsaSpec, kv_cache: KvCache, group_rows: int, capacity: int, counters: int
 ) -> WindowLists:
-    """Memory for the lists of some rows: `capacity` entries (`config.list_capacity`) and `counters` per window.
+    """Memory for the lists of some rows: `capacity` entries (`attend_shape.list_capacity`) and `counters` per window.
 
-    Raises ValueError for windows of more than `MAX_WINDOW_ROWS` rows, and where `places_refusal` gives a reason.
+    The cache's places must fit 32 bits (`attend_shape.Layout.last_place`). Raises ValueError for windows of more than
+    `MAX_WINDOW_ROWS` rows.
     """
     if not 1 <= group_rows <= MAX_WINDOW_ROWS:
         raise ValueError(f"a window holds 1 to {MAX_WINDOW_ROWS} rows, got {group_rows}")
-    refusal = places_refusal(kv_cache, spec)
-    if refusal is not None:
-        raise ValueError(refusal)
     device = rows.request.device
     windows = -(-rows.count // group_rows)
     same = kv_cache.keys.stride()[:2] == kv_cache.values.stride()[:2]

@@ -1,5 +1,5 @@
 // Instructions of compute capability 9.0 (sm_90a) as functions: products of warp groups, barriers that count, swizzled
-// shared memory, and conversions. TYPES names the types of a product's operands, BF16 and FP8 are as in attend_sm90.cu.
+// shared memory, and conversions. TYPES names the types of a product's operands, BF16 and FP8 are as in attend.cu.
 // Instructions and their operands: PTX ISA, "wgmma", "mbarrier", "Async Proxy".
 
 // d [64 x 64] = or += a [64 x 16] b [16 x 64]; both in shared memory with the 16 contiguous.

@@ -1,48 +1,26 @@
-"""The attention stage of compute capability 9.0, in CUDA C++: `nvrtc/attend_sm90.cu`. Same lists, same results."""
+"""The attention kernel of compute capability 9.0, in CUDA C++: `attend.cu`. Same lists as Triton's, same results."""
 
 from __future__ import annotations
 
 import math
 from functools import cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from flashqsa.config import MAX_WINDOW_ROWS, HopperTile, Split
+from flashqsa.attend_shape import MAX_WINDOW_ROWS, HopperTile, Split, TritonTile
 from flashqsa.kernels.nvrtc import Kernel, Source
-from flashqsa.kernels.smxx.worklist import WindowLists
+from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows
 
 CAPABILITY = (9, 0)
 
-BLOCK_TOKENS = 4
-
 PARAMETERS = "P" * 15 + "q" * 11 + "i" * 9 + "ff" + "0q"
 """Members of the kernel's `Arguments`."""
 
-MOST_TOKEN_BYTES = 1 << 30
-"""The producers hold the distance of tokens, and of a block's four, in 32 bits."""
-
 CONSUMER_REGISTERS = {torch.float16: (56, 224), FP8: (88, 208)}
 """Registers of a producer and of a consumer thread, where three warp groups share a multiprocessor's 65,536."""
-
-
-def hopper_refusal(q: Tensor, kv_cache: KvCache, spec: QsaSpec, gate: Tensor | None) -> str | None:
-    """Why a call cannot take this kernel, or None when it can."""
-    if spec.head_dim != HopperTile.HEAD_DIM or spec.block_tokens != BLOCK_TOKENS:
-        return f"made for heads of {HopperTile.HEAD_DIM} and blocks of {BLOCK_TOKENS} tokens"
-    if q.dtype not in (torch.float16, torch.bfloat16) or kv_cache.keys.dtype not in (q.dtype, FP8):
-        found = f"{q.dtype} and {kv_cache.keys.dtype}"
-        return f"made for FP16 and BF16 queries with a cache of their dtype or FP8, got {found}"
-    for name, tensor in (("q", q), ("gate", gate), ("keys", kv_cache.keys), ("values", kv_cache.values)):
-        if tensor is not None:
-            size = tensor.element_size()
-            if tensor.data_ptr() % 16 or any(stride * size % 16 for stride in tensor.stride()[:-1]):
-                return f"{name}: heads that do not start at multiples of 16 bytes"
-    for name, pool in (("keys", kv_cache.keys), ("values", kv_cache.values)):
-        if pool.stride(1) * pool.element_size() >= MOST_TOKEN_BYTES:
-            return f"{name}: tokens {pool.stride(1) * pool.element_size()} bytes apart, more than 32 bits address"
-    return None
 
 
 def attend_hopper(
@@ -51,14 +29,19 @@ def attend_hopper(
     lists: WindowLists,
     rows: Rows,
     spec: QsaSpec,
-    tile: HopperTile,
+    tile: HopperTile | TritonTile,
     split: Split,
     gate: Tensor | None,
     out: Tensor,
     lse: Tensor | None,
     partial: Partial | None,
 ) -> None:
-    """As `attend.attend_triton`."""
+    """As `smxx.attend.attend_triton`, for calls that `attend_shape.hopper_refusal` has nothing against.
+
+    Raises TypeError for a tile of Triton's.
+    """
+    if not isinstance(tile, HopperTile):
+        raise TypeError(f"wanted a HopperTile, got {tile}")
     keys, values = kv_cache.keys, kv_cache.values
     fp8 = keys.dtype == FP8
     k_scale = kv_cache.k_scale if kv_cache.k_scale is not None else 1.0
@@ -127,7 +110,7 @@ def hopper_kernel(tile: HopperTile, heads: int, bf16: bool, fp8: bool) -> Kernel
         ("CONSUMER_REGISTERS", consumer),
     )
     return Kernel(
-        Source("attend_sm90.cu", defines, headers=("hopper.cuh",), suffix="a"),
+        Source("attend.cu", defines, headers=("hopper.cuh",), suffix="a", folder=Path(__file__).parent),
         "flashqsa_attend_sm90",
         PARAMETERS,
         CAPABILITY,

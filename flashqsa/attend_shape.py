@@ -1,0 +1,430 @@
+"""How the attention stage of GPUs cuts its work: tiles, windows of rows, and splits of what does not fill the device.
+
+Everything follows from host numbers. What is legal is said by one predicate per kernel (`attend_refusal` for Triton's,
+`hopper_refusal` for the one of compute capability 9.0); what is preferred is data in `tables/attend_smxx.py`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from flashqsa.device import DeviceFacts
+from flashqsa.tables import attend_smxx as attend_table
+from flashqsa.values import FP8, KvCache, QsaSpec
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where the tensors of an attention call lie, as far as a kernel minds. The defaults suit every kernel.
+
+    alignment_bytes  largest power of two, up to 16, at whose multiples every head of the tensors begins
+    token_bytes      distance of neighbouring tokens of a page, the larger of keys and values
+    last_place       offset of the last block of a pool, in units of `place_unit`
+
+    >>> pool = torch.zeros(3, 2, 16, 2, 256, dtype=torch.float16)
+    >>> Layout.of(KvCache.interleaved(pool, torch.zeros(1, 3, dtype=torch.int32)), QsaSpec())
+    Layout(alignment_bytes=16, token_bytes=1024, last_place=19)
+    """
+
+    alignment_bytes: int = 16
+    token_bytes: int = 0
+    last_place: int = 0
+
+    @staticmethod
+    def of(kv_cache: KvCache, spec: QsaSpec, *others: Tensor | None) -> Layout:
+        """The layout of a cache's pools and of other tensors [rows, heads, head_dim], of which some may be None."""
+        pools = (kv_cache.keys, kv_cache.values)
+        unit = place_unit(kv_cache, spec)
+        offsets = 16
+        last = 0
+        for tensor in (*pools, *others):
+            if tensor is not None:
+                strides = [s for s, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
+                offsets = math.gcd(offsets, tensor.data_ptr(), *(s * tensor.element_size() for s in strides))
+        for pool in pools:
+            page, token = max(pool.shape[0] - 1, 0) * pool.stride(0), max(pool.shape[1] - 1, 0) * pool.stride(1)
+            last = max(last, (page + token) // unit)
+        return Layout(offsets, max(pool.stride(1) * pool.element_size() for pool in pools), last)
+
+
+def place_unit(kv_cache: KvCache, spec: QsaSpec) -> int:
+    """Elements that divide the offset of every block in the keys and in the values."""
+    found = 0
+    for pool in (kv_cache.keys, kv_cache.values):
+        found = math.gcd(found, pool.stride(0) if pool.shape[0] > 1 else 0, pool.stride(1) * spec.block_tokens)
+    return max(found, 1)
+
+
+@dataclass(frozen=True)
+class TritonTile:
+    """How a program of the Triton attention kernel cuts its work.
+
+    group_rows  rows of a window
+    lines       query lines of a tile, a power of two from 16: at least group_rows times the query heads of a KV head
+    tokens      tokens of a tile, a power of two
+    warps       of a program
+    stages      tiles in flight, the one at work included
+    resident    programs that a multiprocessor holds at a time
+    words       whether an FP8 cache is read in words of four numbers, converted by instructions of our own choice
+    native_fp8  whether the device converts E4M3 to FP16 itself (from sm_89 on)
+    """
+
+    group_rows: int
+    lines: int
+    tokens: int
+    warps: int
+    stages: int
+    resident: int
+    words: bool = False
+    native_fp8: bool = True
+
+    @property
+    def counters(self) -> int:
+        """What counts the ended parts of a unit: one per program."""
+        return 1
+
+
+@dataclass(frozen=True)
+class HopperTile:
+    """How a program of the CUDA C++ attention kernel of compute capability 9.0 cuts its work.
+
+    group_rows  rows of a window
+    consumers   warp groups that hold 64 query lines each, 1 or 2
+    stages      tiles of 64 keys, and of 64 values, in flight
+    """
+
+    group_rows: int
+    consumers: int
+    stages: int
+
+    LINES: ClassVar[int] = 64
+    TOKENS: ClassVar[int] = 64
+    BLOCK_TOKENS: ClassVar[int] = 4
+    HEAD_DIM: ClassVar[int] = 256
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: queries, keys, values, masks, four barriers per stage, and room to align them."""
+        tile = self.LINES * self.HEAD_DIM * 2
+        return (self.consumers + 2 * self.stages) * tile + self.stages * (self.TOKENS * 4 + 32) + 1024
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.TOKENS
+
+    @property
+    def counters(self) -> int:
+        """What counts the ended parts of a unit: one per consumer."""
+        return self.consumers
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds at a time."""
+        return 1
+
+
+@dataclass(frozen=True)
+class Split:
+    """Which units (a window and a KV head each) are cut: the first `whole` are not, each other one into `parts`.
+
+    inside  whether the part of a unit that ends last merges its parts, in the attention kernel
+
+    >>> Split(units=5, whole=3, parts=4).programs
+    11
+    """
+
+    units: int
+    whole: int
+    parts: int = 1
+    inside: bool = True
+
+    @property
+    def cut(self) -> int:
+        """Units that are cut."""
+        return self.units - self.whole
+
+    @property
+    def programs(self) -> int:
+        """Programs to launch: the whole units' first, then part by part."""
+        return self.whole + self.cut * self.parts
+
+
+PART_COST = 0.05
+"""What cutting costs each part of a unit besides its share, in units: storing its partial result and merging it."""
+
+MAX_PARTS = 64
+
+MAX_PARTS_INSIDE = 8
+"""Most parts that the last of them merges; more are merged by a kernel of their own, with a program per few heads."""
+
+LIST_PAD = 32
+"""A window's list is filled up to a multiple of so many entries, so that no tile of the attention kernels is ragged."""
+
+MAX_WINDOW_ROWS = 32
+"""Rows of a window: the bits of a mask word."""
+
+
+def choose_split(units: int, slots: int, tiles: int) -> Split:
+    """Cuts what does not fill a wave of `slots` programs, or that and the wave before it, or nothing.
+
+    tiles  of a typical unit: no unit is cut into more parts than it has tiles
+
+    Time is counted in units: whole waves, then the waves of parts, each of which costs `PART_COST` more than its share.
+
+    >>> choose_split(units=646, slots=264, tiles=64)
+    Split(units=646, whole=528, parts=2, inside=True)
+    >>> choose_split(units=128, slots=132, tiles=33)
+    Split(units=128, whole=128, parts=1, inside=True)
+    >>> choose_split(units=2, slots=132, tiles=33)
+    Split(units=2, whole=0, parts=33, inside=False)
+    """
+    best, found = float(-(-units // slots)), Split(units, units)
+    most = max(min(tiles, MAX_PARTS), 1)
+    rest = units % slots
+    for tail in (rest, min(rest + slots, units)):
+        # Parts that are merged apart begin with the first unit, so that whole rows are merged.
+        inside_only = tail < units
+        for parts in range(2, (min(most, MAX_PARTS_INSIDE) if inside_only else most) + 1) if tail else ():
+            waves = -(-tail * parts // slots)
+            cost = (units - tail) / slots + waves * (1.0 / parts + PART_COST)
+            if cost < best - 1e-9:
+                best, found = cost, Split(units, units - tail, parts, parts <= MAX_PARTS_INSIDE)
+    return found
+
+
+@dataclass(frozen=True)
+class AttendShape:
+    """Everything about the attention stage of `smxx` that host numbers decide.
+
+    tile        of the Triton kernel, or of Hopper's own
+    capacity    most worklist entries of a window
+    slots       programs that the device holds at a time
+    unit_tiles  tiles of a unit whose rows see as many blocks as any
+    cuts        whether units may be cut
+    """
+
+    tile: TritonTile | HopperTile
+    capacity: int
+    slots: int
+    unit_tiles: int
+    cuts: bool = True
+
+    def split(self, rows: int, spec: QsaSpec) -> Split:
+        """How the units of some rows are cut."""
+        units = -(-rows // self.tile.group_rows) * spec.kv_heads
+        return choose_split(units, self.slots, self.unit_tiles) if self.cuts else Split(units, units)
+
+    def window_bytes(self, spec: QsaSpec) -> int:
+        """Bytes of a window's worklist: two places and a mask per token for each entry."""
+        return self.capacity * 4 * (2 + spec.block_tokens)
+
+    def chunk_rows(self, spec: QsaSpec, limit_bytes: int) -> int:
+        """Rows to attend at a time, so that their worklists fit a workspace limit: whole windows, at least one."""
+        return max(limit_bytes // self.window_bytes(spec), 1) * self.tile.group_rows
+
+    def workspace_bytes(self, spec: QsaSpec, rows: int) -> int:
+        """Bytes of the worklists of some rows, and of the parts of units that are cut."""
+        split = self.split(rows, spec)
+        lists = -(-rows // self.tile.group_rows) * self.window_bytes(spec)
+        if split.cut == 0:
+            return lists
+        part_rows = rows - split.whole // spec.kv_heads * self.tile.group_rows
+        return lists + split.parts * part_rows * spec.q_heads * (spec.head_dim + 1) * 4
+
+
+def list_capacity(spec: QsaSpec, group_rows: int, requests: int, max_position: int) -> int:
+    """Most worklist entries of a window, filled up: its rows share nothing, or they see no more.
+
+    >>> list_capacity(QsaSpec(), group_rows=8, requests=1, max_position=100_000)
+    4128
+    >>> list_capacity(QsaSpec(), group_rows=8, requests=1, max_position=1_000)
+    256
+    """
+    visible = spec.visible_blocks(max_position) + 1
+    row_entries = min(spec.top_blocks + 1, visible)
+    runs = min(group_rows, max(requests, 1))
+    most = max(min(group_rows * row_entries, runs * visible), 1)
+    return -(-most // LIST_PAD) * LIST_PAD
+
+
+PLACES = 1 << 31
+"""Places of blocks are 32-bit numbers, of which kernels take the sign for a bit."""
+
+MOST_TOKEN_BYTES = 1 << 30
+"""The producers of Hopper's own kernel hold the distance of tokens, and of a block's four, in 32 bits."""
+
+
+def attend_refusal(spec: QsaSpec, cache_dtype: torch.dtype, layout: Layout, facts: DeviceFacts) -> str | None:
+    """Why Triton's attention cannot serve a layer on a device, or None when it can.
+
+    >>> attend_refusal(QsaSpec(), torch.float16, Layout(), DeviceFacts.named("v100"))
+    'Triton has no tensor-core products before sm_80, got sm_70'
+    >>> attend_refusal(QsaSpec(head_dim=96), torch.float16, Layout(), DeviceFacts.named("h200"))
+    'head_dim must be a power of two from 16 to 256, got 96'
+    """
+    if facts.capability is None or facts.capability < (8, 0):
+        return f"Triton has no tensor-core products before sm_80, got {facts.arch}"
+    for name, value, most in (("head_dim", spec.head_dim, 256), ("block_tokens", spec.block_tokens, 32)):
+        least = 16 if name == "head_dim" else 1
+        if value & (value - 1) or not least <= value <= most:
+            return f"{name} must be a power of two from {least} to {most}, got {value}"
+    if layout.last_place >= PLACES:
+        return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
+    if not triton_tiles(spec, spec.heads_per_kv_head, cache_dtype.itemsize, facts):
+        return f"{spec.heads_per_kv_head} heads of {spec.head_dim} do not fit {facts.shared_memory_bytes} bytes"
+    return None
+
+
+def hopper_refusal(
+    spec: QsaSpec, q_dtype: torch.dtype, cache_dtype: torch.dtype, layout: Layout, facts: DeviceFacts
+) -> str | None:
+    """Why Hopper's own attention cannot serve a call on a device, or None when it can.
+
+    >>> half = torch.float16
+    >>> hopper_refusal(QsaSpec(), half, half, Layout(alignment_bytes=8), DeviceFacts.named("h200"))
+    'made for heads that begin at multiples of 16 bytes, got multiples of 8'
+    """
+    if facts.capability != (9, 0):
+        return f"made for sm_90, got {facts.arch}"
+    if spec.head_dim != HopperTile.HEAD_DIM or spec.block_tokens != HopperTile.BLOCK_TOKENS:
+        wanted = f"made for heads of {HopperTile.HEAD_DIM} and blocks of {HopperTile.BLOCK_TOKENS} tokens"
+        return f"{wanted}, got {spec.head_dim} and {spec.block_tokens}"
+    if q_dtype not in (torch.float16, torch.bfloat16) or cache_dtype not in (q_dtype, FP8):
+        found = " and ".join(str(dtype).removeprefix("torch.") for dtype in (q_dtype, cache_dtype))
+        return f"made for FP16 and BF16 queries with a cache of their dtype or FP8, got {found}"
+    if layout.alignment_bytes < 16:
+        return f"made for heads that begin at multiples of 16 bytes, got multiples of {layout.alignment_bytes}"
+    if layout.token_bytes >= MOST_TOKEN_BYTES:
+        return f"tokens lie {layout.token_bytes} bytes apart, more than 32 bits address"
+    if layout.last_place >= PLACES:
+        return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
+    return None
+
+
+def prefers_triton(spec: QsaSpec, rows: int, requests: int, cache_dtype: torch.dtype, alone: bool = False) -> bool:
+    """Whether Triton's tile of 16 lines is faster than Hopper's of 64: for windows of one row with few heads.
+
+    An FP8 cache stays with Hopper's own kernel, which converts each number once for both products.
+    """
+    one = alone or rows <= requests
+    return one and spec.heads_per_kv_head <= 16 and cache_dtype != FP8
+
+
+def triton_tiles(spec: QsaSpec, lines: int, cache_bytes: int, facts: DeviceFacts) -> list[TritonTile]:
+    """Tiles that hold `lines` query lines and fit a device, in order of preference; one row each.
+
+    cache_bytes  of a number in the cache: 1 (FP8), 2 or 4
+    """
+    wgmma = facts.capability is not None and facts.capability[0] == 9
+    fp8 = cache_bytes == 1
+    found: list[TritonTile] = []
+    table = attend_table.FP32 if cache_bytes == 4 else attend_table.WGMMA if wgmma else attend_table.MMA
+    for entry in table:
+        # Lists are filled up to a multiple of LIST_PAD entries, so a tile may hold no more.
+        tokens = min(entry["tokens"] * 256 // spec.head_dim, 128, LIST_PAD * spec.block_tokens)
+        copied = wgmma and entry["lines"] == 64 and cache_bytes < 4
+        stages = attend_table.FP8_STAGES if fp8 and copied else entry["stages"]
+        # Products of 64 lines read keys and values where they were copied to; others free that place before them.
+        tiles = stages if copied else stages - 1
+        converted = 1 if fp8 else 0
+        width = max(cache_bytes, 2)
+        kept = tokens * (tiles * 2 * cache_bytes + 2 * converted * width)
+        size = spec.head_dim * (width * entry["lines"] + kept) + 8192
+        if entry["lines"] >= lines and size <= facts.shared_memory_bytes and tokens >= spec.block_tokens:
+            found.append(
+                TritonTile(1, entry["lines"], tokens, entry["warps"], stages, entry["resident"], fp8, native_fp8(facts))
+            )
+    return found
+
+
+def native_fp8(facts: DeviceFacts) -> bool:
+    """Whether a device converts E4M3 itself."""
+    return facts.capability is not None and facts.capability >= (8, 9)
+
+
+def attend_shape(
+    spec: QsaSpec,
+    rows: int,
+    requests: int,
+    max_position: int,
+    facts: DeviceFacts,
+    *,
+    cache_bytes: int = 2,
+    hopper: bool = False,
+    alone: bool = False,
+    cuts: bool = True,
+) -> AttendShape:
+    """The preferred launch of the attention stage for some rows of a call.
+
+    cache_bytes  of a number in the cache: 1 (FP8), 2 or 4
+    hopper       for Hopper's own kernel, where `hopper_refusal` has no reason; else for Triton's
+    alone        windows of one row
+    cuts         whether units may be cut where they do not fill the device. A row's bits depend on how its unit is cut
+                 and on what its window holds, so `alone` without cuts gives it the same whatever shares its launch.
+
+    Raises ValueError where `attend_refusal` gives a reason.
+
+    >>> shape = attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("h200"), hopper=True)
+    >>> shape.split(1616, QsaSpec()), shape.chunk_rows(QsaSpec(), 128 << 20)
+    (Split(units=324, whole=264, parts=2, inside=True), 10850)
+    >>> shape.tile
+    HopperTile(group_rows=10, consumers=2, stages=2)
+    >>> five_verify_rows = attend_shape(QsaSpec(), 320, 64, 32_767, DeviceFacts.named("h200"), hopper=True)
+    >>> five_verify_rows.tile
+    HopperTile(group_rows=5, consumers=1, stages=3)
+    >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("a100")).tile.group_rows
+    5
+    """
+    heads = spec.heads_per_kv_head
+    together = 1 if alone else max(-(-rows // max(requests, 1)), 1)
+    tile: TritonTile | HopperTile
+    if hopper:
+        held = HopperTile.LINES // heads
+        if together <= held or held >= attend_table.HOPPER_ROWS or cache_bytes == 1:
+            tile = HopperTile(window_rows(together, held), 1, 3)
+        else:
+            tile = HopperTile(window_rows(together, 2 * held), 2, 2)
+    else:
+        refusal = attend_refusal(spec, STORED[cache_bytes], Layout(), facts)
+        if refusal is not None:
+            raise ValueError(refusal)
+        tile = _triton_tile(spec, window_rows(together, max(64 // heads, 1)), cache_bytes, facts)
+    blocks = min(spec.top_blocks, spec.visible_blocks(max_position)) + 1
+    return AttendShape(
+        tile,
+        list_capacity(spec, tile.group_rows, requests, max_position),
+        facts.multiprocessors * tile.resident,
+        -(-blocks * spec.block_tokens // tile.tokens),
+        cuts,
+    )
+
+
+STORED = {1: FP8, 2: torch.float16, 4: torch.float32}
+"""A dtype for each size of a cache's numbers."""
+
+
+def window_rows(together: int, held: int) -> int:
+    """Rows of a window, of the `together` rows that a request has on average and the `held` that a tile has room for.
+
+    >>> window_rows(1, 5), window_rows(4, 5), window_rows(8, 5), window_rows(1616, 5)
+    (1, 4, 4, 5)
+    """
+    held = min(held, attend_table.MOST_ROWS)
+    if together > 4 * held:
+        return held
+    return -(-together // -(-together // held))
+
+
+def _triton_tile(spec: QsaSpec, group_rows: int, cache_bytes: int, facts: DeviceFacts) -> TritonTile:
+    """The preferred tile of the largest window, up to `group_rows`, that fits the device."""
+    for rows in range(group_rows, 0, -1):
+        tiles = triton_tiles(spec, rows * spec.heads_per_kv_head, cache_bytes, facts)
+        if tiles:
+            return replace(tiles[0], group_rows=rows)
+    raise ValueError(f"{spec.heads_per_kv_head} heads of {spec.head_dim} do not fit {facts.shared_memory_bytes} bytes")
