@@ -160,6 +160,9 @@ def explain(
         str,
         typer.Option("--device", metavar="NAME", help="here, cpu, or a GPU that need not be here: v100, t4, h200, ..."),
     ] = "here",
+    batch_invariant: Annotated[
+        bool, typer.Option("--batch-invariant", help="A row gets the same bits whatever shares its launch.")
+    ] = False,
     route: RoutePin = None,
     json_target: JsonTarget = None,
 ) -> None:
@@ -173,7 +176,18 @@ def explain(
         from flashqsa.cli.explain import Question, explain
 
         question = Question(
-            rows, requests, context, heads, head_dim, dtype, cache_dtype, page_tokens, top_blocks, device, route
+            rows,
+            requests,
+            context,
+            heads,
+            head_dim,
+            dtype,
+            cache_dtype,
+            page_tokens,
+            top_blocks,
+            device,
+            route,
+            batch_invariant,
         )
         return explain(question, screen, json_target)
 
@@ -301,6 +315,111 @@ def stats(
 
         source = Source(case, preset, tokens, chunk, chunk_index, seed, threads)
         return stats(folder, source, page_tokens, plot, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command()
+def bench(
+    kind: Annotated[
+        str,
+        typer.Argument(
+            metavar="attention|indexer|decode|pipeline|all",
+            help="What to measure: attention on given selections, scoring and top-k, steps of many requests, both "
+            "stages of a chunk, or with --suite all of these.",
+        ),
+    ],
+    suite: Annotated[
+        str | None,
+        typer.Option("--suite", metavar="NAME", help="A ready list of cases: smoke (seconds), targets or full."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:1; a GPU where there is one.")
+    ] = None,
+    rows: Annotated[
+        str | None, typer.Option("--rows", metavar="LIST", help="Rows of a chunk, as 1616,8192; k stands for 1,000.")
+    ] = None,
+    heads: Annotated[
+        str | None, typer.Option("--heads", metavar="LIST", help="Query heads/KV heads, as 24/2,12/1,6/1.")
+    ] = None,
+    regime: Annotated[
+        str | None,
+        typer.Option("--regime", metavar="LIST", help="How much rows share: near,mid,far,equal,disjoint."),
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option("--dtype", metavar="LIST", help="Of the caches: bf16,fp16,fp8,fp32.")
+    ] = None,
+    context: Annotated[
+        str | None,
+        typer.Option("--context", metavar="LIST", help="Tokens, as 24240,7.5k,1M; for attention a regime has its own."),
+    ] = None,
+    batch: Annotated[
+        str | None, typer.Option("--batch", metavar="LIST", help="Requests of a decode step, as 1,16,64.")
+    ] = None,
+    rows_per_request: Annotated[
+        str | None,
+        typer.Option(
+            "--rows-per-request", metavar="LIST", help="Rows of each of them, as 1,4,5: 1 and drafts to verify."
+        ),
+    ] = None,
+    share: Annotated[
+        bool | None,
+        typer.Option(
+            "--share/--no-share", help="Whether rows of one decode request select the same; they do by default."
+        ),
+    ] = None,
+    gate: Annotated[
+        bool | None, typer.Option("--gate/--no-gate", help="Whether the output is gated; it is by default.")
+    ] = None,
+    page_tokens: Annotated[
+        str | None, typer.Option("--page-tokens", metavar="LIST", help="Tokens per cache page; 16 by default.")
+    ] = None,
+    head_dim: Annotated[
+        int | None, typer.Option("--head-dim", metavar="N", help="Numbers per head; 256 by default.")
+    ] = None,
+    top_blocks: Annotated[
+        int | None, typer.Option("--top-blocks", metavar="N", help="Blocks a row selects; 512 by default.")
+    ] = None,
+    calls: Annotated[
+        int | None, typer.Option("--calls", metavar="N", help="Timed calls of each; 20 on a GPU, 5 on a CPU.")
+    ] = None,
+    cold: Annotated[bool, typer.Option("--cold", help="Flush the caches before each call.")] = False,
+    graph: Annotated[
+        str, typer.Option("--graph", metavar="WHEN", help="Time replays of CUDA graphs: auto (for decode), on or off.")
+    ] = "auto",
+    peer: Annotated[
+        Path | None,
+        typer.Option("--peer", metavar="FILE.py", help="Time another implementation beside: see docs/BENCH.md."),
+    ] = None,
+    check_rows: Annotated[
+        int, typer.Option("--check-rows", metavar="N", help="Rows compared with the reference in cases of over 64.")
+    ] = 24,
+    route: RoutePin = None,
+    seed: Annotated[int, typer.Option("--seed", help="Seed of the inputs.")] = 0,
+    threads: Threads = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option("--plot", metavar="FILE.png", help="Draw time against context and overlap (matplotlib)."),
+    ] = None,
+    verbose: Verbose = False,
+    json_target: JsonTarget = None,
+) -> None:
+    """Verify and then time attention, the indexer, decode steps or whole chunks, on a GPU or a CPU.
+
+    A wrong result gets no time. Shows the share of the machine's measured roofs, how much rows shared and the largest
+    error. The exit code is 1 unless every case was right and timed.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.bench import Settings, bench
+        from flashqsa.cli.bench_cases import Wanted
+
+        wanted = Wanted(
+            rows, heads, regime, dtype, context, batch, rows_per_request, share, gate, page_tokens, head_dim, top_blocks
+        )
+        settings = Settings(device, calls, cold, graph, peer, route, seed, threads, check_rows, verbose)
+        return bench(kind, suite, wanted, settings, screen, json_target, plot)
 
     raise typer.Exit(show.carried_out(json_target, work))
 

@@ -38,18 +38,19 @@ class Layout:
     @staticmethod
     def of(kv_cache: KvCache, spec: QsaSpec, *others: Tensor | None) -> Layout:
         """The layout of a cache's pools and of other tensors [rows, heads, head_dim], of which some may be None."""
-        pools = (kv_cache.keys, kv_cache.values)
-        unit = place_unit(kv_cache, spec)
-        offsets = 16
-        last = 0
-        for tensor in (*pools, *others):
+        found, last, token_bytes, unit = 16, 0, 0, place_unit(kv_cache, spec)
+        for pool in (kv_cache.keys, kv_cache.values):
+            (pages, tokens, heads, _), (page, token, head, _), size = pool.shape, pool.stride(), pool.element_size()
+            found |= pool.data_ptr() | (page * size if pages > 1 else 0) | (token * size if tokens > 1 else 0)
+            found |= head * size if heads > 1 else 0
+            last = max(last, (max(pages - 1, 0) * page + max(tokens - 1, 0) * token) // unit)
+            token_bytes = max(token_bytes, token * size)
+        for tensor in others:
             if tensor is not None:
-                strides = [s for s, size in zip(tensor.stride()[:-1], tensor.shape, strict=False) if size > 1]
-                offsets = math.gcd(offsets, tensor.data_ptr(), *(s * tensor.element_size() for s in strides))
-        for pool in pools:
-            page, token = max(pool.shape[0] - 1, 0) * pool.stride(0), max(pool.shape[1] - 1, 0) * pool.stride(1)
-            last = max(last, (page + token) // unit)
-        return Layout(offsets, max(pool.stride(1) * pool.element_size() for pool in pools), last)
+                (rows, heads, _), (row, head, _), size = tensor.shape, tensor.stride(), tensor.element_size()
+                found |= tensor.data_ptr() | (row * size if rows > 1 else 0) | (head * size if heads > 1 else 0)
+        # The lowest bit of all offsets is the largest power of two that divides them.
+        return Layout(found & -found, token_bytes, last)
 
 
 def place_unit(kv_cache: KvCache, spec: QsaSpec) -> int:

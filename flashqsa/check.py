@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -59,6 +58,11 @@ def _tensor(
     shape: Sequence[int | None],
 ) -> Tensor:
     """One tensor: ndim, size, device, dtype, unit last stride, shape (None: any)."""
+    # Most calls are right, and a decode step makes hundreds of them: nothing is put into words before that is known.
+    if isinstance(tensor, Tensor) and len(found := tensor.shape) == len(shape) and 0 not in found:
+        fits = all(size is None or size == got for size, got in zip(shape, found, strict=True))
+        if fits and tensor.dtype in dtypes and tensor.device == device and tensor.stride(-1) == 1:
+            return tensor
     layout = f"[{', '.join(dims)}]"
     if not isinstance(tensor, Tensor):
         raise InputError(argument, f"a tensor {layout}", type(tensor).__name__)
@@ -263,9 +267,7 @@ def check_plan(
     for stage in stages:
         chosen = plan.decision(stage).route
         _stage_dtypes(stage, call, made_for)
-        # Tensors are asked about as they are, the batch as it was planned.
-        asked = replace(made_for, q_dtype=call.q_dtype, layout=call.layout, selection_given=call.selection_given)
-        reason = route_refusal(chosen, asked, plan.facts)
+        reason = route_refusal(chosen, call, plan.facts)
         if reason is not None and chosen.mode == "dense" and call.selection_given:
             raise InputError("plan", "one made with selection_given=True, since a selection is given", "a dense one")
         if reason is not None:
@@ -289,8 +291,10 @@ def _stage_dtypes(stage: Stage, call: Call, made_for: Call) -> None:
         raise InputError("plan", f"one for {_name(wanted)} in the {stage} stage", f"one for {_name(got)}")
 
 
-def wants_batch_invariance(batch_invariant: bool | None) -> bool:
-    """The argument, else FLASHQSA_BATCH_INVARIANT."""
+def wants_batch_invariance(batch_invariant: bool | None, plan: Plan | None = None) -> bool:
+    """The plan's, else the argument, else FLASHQSA_BATCH_INVARIANT."""
+    if isinstance(plan, Plan):
+        return plan.call.batch_invariant
     if batch_invariant is None:
         return knobs.BATCH_INVARIANT.read() == "on"
     if not isinstance(batch_invariant, bool):

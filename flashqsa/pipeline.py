@@ -102,7 +102,7 @@ def select_blocks(
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_index_call(index_q, index_cache, rows, spec, check_values)
-    call = _select_call(index_q, index_cache, rows, spec, batch_invariant)
+    call = _select_call(index_q, index_cache, rows, spec, check.wants_batch_invariance(batch_invariant, plan))
     plan = _plan(plan, call, rows, route, batch_invariant, ("select",))
     return _select(index_q, index_cache, rows, spec, plan)
 
@@ -153,7 +153,8 @@ def sparse_attention(
     Raises InputError, NoRouteError, KnobError, all before work starts.
     """
     _check_kv_call(q, kv_cache, selection, rows, spec, gate, check_values)
-    call = _attend_call(q, kv_cache, gate, rows, spec, batch_invariant, selection is not None)
+    invariant = check.wants_batch_invariance(batch_invariant, plan)
+    call = _attend_call(q, kv_cache, gate, rows, spec, invariant, selection is not None)
     plan = _plan(plan, call, rows, route, batch_invariant, ("attend",))
     return _attend(q, kv_cache, selection, rows, spec, gate, return_lse, plan)
 
@@ -205,7 +206,8 @@ def qsa_attention(
     _check_index_call(index_q, index_cache, rows, spec, check_values)
     _check_kv_call(q, kv_cache, None, rows, spec, gate, check_values, after_index=True)
     check.check_requests(index_cache, kv_cache)
-    call = _attend_call(q, kv_cache, gate, rows, spec, batch_invariant, selection_given=False)
+    invariant = check.wants_batch_invariance(batch_invariant, plan)
+    call = _attend_call(q, kv_cache, gate, rows, spec, invariant, selection_given=False)
     call = replace(call, index_q_dtype=index_q.dtype, index_cache_dtype=index_cache.keys.dtype)
     plan = _plan(plan, call, rows, route, batch_invariant, STAGES)
     selection = None
@@ -323,9 +325,7 @@ def _q_dtype(cache_dtype: torch.dtype) -> torch.dtype:
     return torch.bfloat16 if cache_dtype == FP8 else cache_dtype
 
 
-def _select_call(
-    index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, batch_invariant: bool | None
-) -> Call:
+def _select_call(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, batch_invariant: bool) -> Call:
     dtype, cache_dtype = index_q.dtype, index_cache.keys.dtype
     return Call(
         spec,
@@ -336,7 +336,7 @@ def _select_call(
         cache_dtype,
         dtype,
         cache_dtype,
-        batch_invariant=check.wants_batch_invariance(batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 
@@ -346,7 +346,7 @@ def _attend_call(
     gate: Tensor | None,
     rows: Rows,
     spec: QsaSpec,
-    batch_invariant: bool | None,
+    batch_invariant: bool,
     selection_given: bool,
 ) -> Call:
     return Call(
@@ -358,7 +358,7 @@ def _attend_call(
         kv_cache.keys.dtype,
         layout=Layout.of(kv_cache, spec, q, gate),
         selection_given=selection_given,
-        batch_invariant=check.wants_batch_invariance(batch_invariant),
+        batch_invariant=batch_invariant,
     )
 
 

@@ -323,13 +323,15 @@ _announced: set[tuple[str, torch.device, Route]] = set()
 
 
 def _log_first(kind: str, device: torch.device, route: Route, text: str) -> None:
-    if logger.isEnabledFor(logging.INFO) and (kind, device, route) not in _announced:
+    if (kind, device, route) not in _announced:
         _announced.add((kind, device, route))
         logger.info(text)
 
 
 def announce(decision: Decision, call: Call, facts: DeviceFacts, device: torch.device) -> None:
     """Logs the first use of a route, and the first refusal of another with an image: once per process and device."""
+    if not logger.isEnabledFor(logging.INFO):
+        return
     route = decision.route
     seen = f"{call.rows} rows of {call.requests} requests, positions to {call.max_position}"
     _log_first("used", device, route, f"{route.stage} takes {route} on {device} ({facts.name}), first for {seen}")
