@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import ClassVar
 
 import torch
@@ -171,6 +172,7 @@ MAX_WINDOW_ROWS = 32
 """Rows of a window: the bits of a mask word."""
 
 
+@lru_cache(maxsize=4096)
 def choose_split(units: int, slots: int, tiles: int) -> Split:
     """Cuts what does not fill a wave of `slots` programs, or that and the wave before it, or nothing.
 

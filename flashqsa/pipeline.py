@@ -119,6 +119,10 @@ def _select(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec,
         selection = kernels.select_everything(index_cache, rows, spec, plan.select)
         return selection
     selection = kernels.empty_selection(rows, spec)
+    if 0 < rows.count <= plan.select.chunk_rows:
+        scores = kernels.score(index_q, index_cache, rows, spec, plan.select)
+        kernels.topk(scores, selection, plan.select)
+        return selection
     for start, stop in plan.select.chunks(rows.count):
         part = rows.slice(start, stop)
         scores = kernels.score(index_q[start:stop], index_cache, part, spec, plan.select)

@@ -1,10 +1,9 @@
-// What kernels that every NVIDIA GPU shares use beyond `emulator.hpp`: votes, float shuffles, arithmetic that rounds step
-// by step, and launches from the packed parameters that the CUDA driver would get.
+// What kernels that every NVIDIA GPU shares use beyond `emulator.hpp`: votes, float shuffles, arithmetic that rounds
+// step by step, and launches from the packed parameters that the CUDA driver would get.
 #pragma once
 
 #include "emulator.hpp"
 
-#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstring>
@@ -18,16 +17,27 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
     emulator::exchange[emulator::current] = vote;
     emulator::give_way(emulator::at_warp_barrier);
     unsigned votes = 0;
-    for (int lane = 0; lane < 32; ++lane) votes |= unsigned(emulator::exchange[(emulator::current & ~31) + lane]) << lane;
+    for (int lane = 0; lane < 32; ++lane) {
+        votes |= unsigned(emulator::exchange[(emulator::current & ~31) + lane]) << lane;
+    }
     emulator::give_way(emulator::at_warp_barrier);
     return votes;
 }
 inline bool __any_sync(unsigned lanes, bool vote) { return __ballot_sync(lanes, vote); }
 
-inline float __uint_as_float(unsigned bits) { return std::bit_cast<float>(bits); }
-inline unsigned __float_as_uint(float number) { return std::bit_cast<unsigned>(number); }
+inline float __uint_as_float(unsigned bits) {
+    float number;
+    std::memcpy(&number, &bits, sizeof(bits));
+    return number;
+}
+inline unsigned __float_as_uint(float number) {
+    unsigned bits;
+    std::memcpy(&bits, &number, sizeof(bits));
+    return bits;
+}
 inline float __shfl_xor_sync(unsigned, float value, int step) {
-    return std::bit_cast<float>(emulator::shuffle(std::bit_cast<int>(value), (emulator::current & 31) ^ step));
+    const int source = (emulator::current & 31) ^ step;
+    return __uint_as_float(emulator::shuffle(int(__float_as_uint(value)), source));
 }
 
 inline float __fadd_rn(float a, float b) { return a + b; }

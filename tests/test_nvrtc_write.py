@@ -66,6 +66,17 @@ def test_keys_and_values_go_where_the_cpu_kernels_put_them(
     assert not torch.equal(storage_of(cache.keys), before)
 
 
+def test_keys_and_values_may_lie_each_in_their_own_way(machine: Machine) -> None:
+    cache = KvCache(
+        filled((5, 3, 9, 40), torch.bfloat16, "cpu", "nan")[:, :2, :8, :32].transpose(1, 2),
+        filled((4, 8, 70), torch.bfloat16, "cpu", "nan")[:, :, :64].view(4, 8, 2, 32),
+        torch.tensor([[3, 1]], dtype=torch.int32),
+    )
+    new = torch.randn(2, 5, 999, generator=torch.Generator().manual_seed(1)).to(torch.bfloat16)
+    keys, values = new[0].as_strided((5, 2, 32), (80, 40, 1)), new[1].as_strided((5, 2, 32), (32, 500, 1), 1000)
+    write_both(machine, keys, values, cache, Rows.from_lengths([5], [13]))
+
+
 @pytest.mark.parametrize(
     ("heads", "head_dim", "offset", "chunks"),
     [
@@ -376,6 +387,25 @@ def test_any_dtypes_and_strides(
     ring = filled((3, 9, 50), dtype, "cpu", "nan")
     cache = IndexCache(pool[:, 1:3, 5:37], cache.page_table, None, ring[:2, 1:9:2, 7:39])
     index_both(machine, [call], cache, raw, SPEC)
+
+
+@pytest.mark.parametrize("cache_dtype", [*FLOATS, FP8], ids=str)
+@pytest.mark.parametrize("dtype", FLOATS, ids=str)
+def test_numbers_of_any_size_are_rounded_as_the_cpu_kernels_round_them(
+    dtype: torch.dtype, cache_dtype: torch.dtype, machine: Machine
+) -> None:
+    # Weights make of a key numbers from below the smallest FP16 number to beyond the largest; two dimensions rotate.
+    spec, tokens = QsaSpec(index_dim=128), (24,)
+    raw = whole_keys(tokens, spec, dtype, rotary_dim=2)
+    weight = 2.0 ** (torch.arange(128) % 43 - 25.0) * (1 + torch.arange(128) / 128) - 1.0
+    weight[:2] = 0.5
+    cache = nasty.empty_index_cache(tokens, spec, cache_dtype, dtype)
+    cache = index_both(machine, [index_call(raw, [(0, 0, 24)], {})], cache, replace(raw, norm_weight=weight), spec)
+    keys = cache.keys[int(cache.page_table[0, 0]), :6].float().abs()
+    if cache_dtype != FP8:
+        tiny = torch.finfo(cache_dtype).tiny if cache_dtype == torch.float16 else 1e-6
+        assert bool(((keys > 0) & (keys < tiny)).any())
+        assert bool((keys > 60_000).any())
 
 
 @pytest.mark.parametrize("dtype", FLOATS, ids=str)

@@ -38,7 +38,7 @@ class Case:
     head_scales      FP8 only: one scale per KV head instead of one per tensor
     peak             factor on q: large ones put the softmax's mass on a few tokens
     seed             of every random number
-    tags             "smoke" marks the handful that runs in a second
+    tags             "smoke" marks the dozen that runs in seconds
 
     >>> case = Case("pair", (2, 1), (14, 5), spec_of(6, 1), padding=(0,))
     >>> case.rows, case.tokens, str(case)
@@ -105,7 +105,7 @@ CASES: tuple[Case, ...] = (
     Case("prefill-fp8-fp32-queries", (50,), (50,), RANK2, FP32, FP8, 784),
     Case("prefill-no-gate", (65,), (65,), ONE_HEAD, gate=False),
     Case("prefill-head-dim-128", (64,), (80,), spec_of(24, 2, 128), layout="packed"),
-    Case("prefill-head-dim-256", (48,), (160,), spec_of(24, 2, 256), BF16, BF16),
+    Case("prefill-head-dim-256", (48,), (160,), spec_of(24, 2, 256), BF16, BF16, tags=SMOKE),
     Case("prefill-24-heads-on-1", (40,), (120,), spec_of(24, 1), FP16, FP16, layout="wide-view"),
     Case("prefill-32-heads-on-1", (40,), (120,), spec_of(32, 1), page_tokens=204),
     Case("prefill-1-head-on-1", (40,), (120,), spec_of(1, 1)),
@@ -128,17 +128,17 @@ CASES: tuple[Case, ...] = (
     Case("pages-in-order", (24,), (300,), RANK4, order="identity"),
     # Decode.
     Case("decode-1", (1,), (777,), SMALL, tags=SMOKE),
-    Case("decode-1-model", (1,), (4099,), MODEL, BF16, BF16, 784),
+    Case("decode-1-model", (1,), (4099,), MODEL, BF16, BF16, 784, tags=SMOKE),
     Case("decode-16", (1,) * 16, tuple(range(3, 403, 25)), RANK2, FP16, FP16, layout="apart"),
     Case("decode-33", (1,) * 33, tuple(range(1, 331, 10)), ONE_HEAD, padding=(33, 33), tags=SMOKE),
-    Case("decode-16-fp8", (1,) * 16, tuple(range(40, 440, 25)), RANK2, BF16, FP8, 64),
+    Case("decode-16-fp8", (1,) * 16, tuple(range(40, 440, 25)), RANK2, BF16, FP8, 64, tags=SMOKE),
     # Verify rows: every number of rows per request, at positions that cross none to three block ends.
     Case(
         "verify-1-to-12", (1, 2, 3, 4, 5, 6, 7, 8, 9, 12), (90, 91, 92, 93, 94, 95, 96, 97, 98, 101), RANK4, FP16, FP16
     ),
     Case("verify-3-of-33", (3,) * 33, tuple(range(40, 172, 4)), ONE_HEAD),
     Case("verify-5", (5, 5), (64, 131), SMALL, BF16, BF16, padding=(0, 5, 10)),
-    Case("verify-model", (4, 5), (2300, 2500), MODEL, FP16, FP8, 16),
+    Case("verify-model", (4, 5), (2300, 2500), MODEL, FP16, FP8, 16, tags=SMOKE),
     # Mixtures, requests without rows, padding.
     Case("prefill-and-decode", (40, 1, 1, 1), (40, 500, 37, 211), SMALL, tags=SMOKE),
     Case("requests-of-3-8-13", (3, 8, 13), (103, 58, 13), RANK4, BF16, BF16),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 
 import torch
@@ -41,6 +41,7 @@ class Kernel:
     capability    compute capability of the device, as `DeviceFacts` has it
     threads       of a program (a CUDA thread block)
     shared_bytes  dynamic shared memory of a program
+    loaded        where it is loaded already, by the number of the device
 
     >>> Kernel(Source("topk.cu"), "segment_maxima", "PqPPqii", (9, 0), threads=256).packing.size
     48
@@ -52,6 +53,7 @@ class Kernel:
     capability: tuple[int, int]
     threads: int
     shared_bytes: int = 0
+    loaded: dict[int, Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
     def packing(self) -> struct.Struct:
@@ -64,7 +66,14 @@ class Kernel:
         Raises CompileError, NvrtcNotFoundError, DriverError.
         """
         with torch.cuda.device(device):
-            _loaded(self, torch.cuda.current_device())
+            self._on(torch.cuda.current_device())
+
+    def _on(self, index: int) -> Loaded:
+        found = self.loaded.get(index)
+        if found is None:
+            # Kernels that are equal share what is loaded: a decode step looks into this dictionary, not into the cache.
+            found = self.loaded[index] = _loaded(self, index)
+        return found
 
     def launch(self, device: torch.device, programs: int, *arguments: int | float) -> None:
         """Launches it on the device's current stream.
@@ -77,38 +86,47 @@ class Kernel:
         """
         if programs == 0:
             return
+        current = torch.cuda.current_device()
+        if device.index is None or device.index == current:
+            self._on(current).launch(programs, torch.cuda.current_stream().cuda_stream, *arguments)
+            return
         with torch.cuda.device(device):
-            loaded = _loaded(self, torch.cuda.current_device())
-            loaded.launch(programs, torch.cuda.current_stream().cuda_stream, *arguments)
+            self._on(device.index).launch(programs, torch.cuda.current_stream().cuda_stream, *arguments)
 
 
 @dataclass(frozen=True)
 class Loaded:
-    """A kernel that is loaded on one device: `context` and `handle` are the driver's."""
+    """A kernel that is loaded on one device: the driver's `context` and `handle`, and the `size` of its parameters."""
 
     kernel: Kernel
     packing: struct.Struct
     context: ctypes.c_void_p
     handle: ctypes.c_void_p
+    size: ctypes.c_size_t
 
     def launch(self, programs: int, stream: int, *arguments: int | float) -> None:
         """Launches it on a stream of its device."""
         packed = self.packing.pack(*arguments)
-        size = ctypes.c_size_t(len(packed))
-        extra = (ctypes.c_void_p * 5)(
+        extra = _Extra(
             BUFFER_POINTER,
             ctypes.cast(ctypes.c_char_p(packed), ctypes.c_void_p),
             BUFFER_SIZE,
-            ctypes.cast(ctypes.pointer(size), ctypes.c_void_p),
+            ctypes.addressof(self.size),
             PARAMETERS_END,
         )
         kernel, driver = self.kernel, _driver()
         # A thread that has not called the CUDA runtime yet has no current context.
-        _check("cuCtxSetCurrent", driver.cuCtxSetCurrent(self.context))
-        status = driver.cuLaunchKernel(
-            self.handle, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, ctypes.c_void_p(stream), None, extra
-        )
-        _check(f"launch of {kernel.function}, {programs} programs", status)
+        status = driver.cuCtxSetCurrent(self.context)
+        if status == SUCCESS:
+            status = driver.cuLaunchKernel(
+                self.handle, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, _Pointer(stream), None, extra
+            )
+        if status != SUCCESS:
+            _check(f"launch of {kernel.function}, {programs} programs", status)
+
+
+_Extra = ctypes.c_void_p * 5
+_Pointer = ctypes.c_void_p
 
 
 @cache
@@ -139,7 +157,8 @@ def _loaded(kernel: Kernel, device_index: int) -> Loaded:
     if kernel.shared_bytes > DEFAULT_SHARED_BYTES:
         status = driver.cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
         _check(f"{kernel.shared_bytes} bytes of shared memory for {kernel.function}", status)
-    return Loaded(kernel, kernel.packing, context, handle)
+    packing = kernel.packing
+    return Loaded(kernel, packing, context, handle, ctypes.c_size_t(packing.size))
 
 
 def _check(action: str, status: int) -> None:

@@ -1,5 +1,5 @@
-// The selection of rows that see no more blocks than they may select: every visible block that is not on a hole, ascending.
-// Compiles for sm_70 and newer without other headers.
+// The selection of rows that see no more blocks than they may select: every visible block that is not on a hole,
+// ascending. Compiles for sm_70 and newer without other headers.
 
 #include "paging.cuh"
 

@@ -1,8 +1,8 @@
 // Writing caches: keys and values, pooled index keys, and the ring of raw index keys. Compiles for sm_70 and newer
 // without other headers.
 //
-// Raw keys of a block that began in an earlier call lie in the ring, where rows of this call may go: `flashqsa_pool_blocks`
-// reads the ring, `flashqsa_write_ring` writes it, in this order on one stream.
+// Raw keys of a block that began in an earlier call lie in the ring, where rows of this call may go:
+// `flashqsa_pool_blocks` reads the ring, `flashqsa_write_ring` writes it, in this order on one stream.
 //
 // Rows of a request stand next to each other in ascending position, with padding between them at worst. So whether the
 // call has a certain token of a row's request is known where a row of another request is met, or the end of the rows.
@@ -77,10 +77,10 @@ __device__ __forceinline__ void write_rows(
     }
 }
 
-// Stores keys and values [rows, heads, dim] at their rows' positions; even programs do the keys, odd ones the values, of
-// `program_rows` rows. `encoded` is the kind of the numbers that FP8 is made of, or -1 where numbers of `element_bytes`
-// are moved as they are. `chunk` numbers are moved at a time, `vectors` times a head; all addresses are multiples of what
-// is moved, or of 16 bytes.
+// Stores keys and values [rows, heads, dim] at their rows' positions; even programs do the keys, odd ones the values,
+// of `program_rows` rows. `encoded` is the kind of the numbers that FP8 is made of, or -1 where numbers of
+// `element_bytes` are moved as they are. `chunk` numbers are moved at a time, `vectors` times a head; all addresses are
+// multiples of what is moved, or of 16 bytes.
 extern "C" __global__ void __launch_bounds__(256) flashqsa_write_kv(
     const char* keys, const char* values, char* key_pool, char* value_pool, const float* key_scales,
     const float* value_scales, const int* request, const int* position, const int* page_table, i64 key_row,
@@ -140,7 +140,8 @@ __device__ __forceinline__ void find_raw_keys(
     bool missing = false;
     for (int t = lane; t < block_tokens; t += WARP) {
         const int from = row - (block_tokens - 1 - t);
-        const bool here = from >= 0 && batch.request[from] == owner && batch.position[from] == first + t;
+        const int other = from >= 0 ? batch.request[from] : -1, at = from >= 0 ? batch.position[from] : -1;
+        const bool here = other == owner && at == first + t;
         sources[t] = here ? pooling.raw(from) : pooling.kept(owner, first + t);
         missing |= !here;
     }
@@ -170,11 +171,12 @@ __device__ __forceinline__ void find_raw_keys(
     __syncwarp();
 }
 
-// rope(rms(round(mean in FP32))), each rounded to the raw keys' kind, the rotary's products and their sum one by one. The
-// squares are summed by lane, dimensions 32 apart in ascending order, then over lanes 16, 8, 4, 2 and 1 apart.
+// rope(rms(round(mean in FP32))), each rounded to the raw keys' kind, the rotary's products and their sum one by one.
+// The squares are summed by lane, dimensions 32 apart in ascending order, then over lanes 16, 8, 4, 2 and 1 apart.
 template <int RAW>
 __device__ __forceinline__ void pool_block(
-    const Pooling& pooling, const char* const* sources, const void* cos, const void* sin, int lane, float* key, void* to) {
+    const Pooling& pooling, const char* const* sources, const void* cos, const void* sin, int lane, float* key,
+    void* to) {
     const int dim = pooling.index_dim, half = pooling.rotary_dim / 2;
     float squares = 0.0f;
     for (int first = lane; first < dim; first += WARP * DIMS) {
@@ -261,21 +263,23 @@ extern "C" __global__ void __launch_bounds__(128) flashqsa_pool_blocks(
 
 // Whether a later row of the call goes to the slot of the ring where this row would go.
 __device__ __forceinline__ bool is_overtaken(Batch batch, int row, int owner, int at, int ring_tokens, int lane) {
-    const int next = row + ring_tokens;
-    if (next < batch.rows && batch.request[next] == owner && batch.position[next] - ring_tokens == at) return true;
+    // The row that goes there where no padding stands between.
+    const int next = min(row + ring_tokens, batch.rows - 1);
+    const int next_owner = batch.request[next], later = batch.position[next];
+    if (next_owner == owner && later >= 0 && later - ring_tokens >= at) return true;
     for (int start = row + 1; start < batch.rows; start += SCAN) {
-        int other[SCAN_LOADS], later[SCAN_LOADS];
+        int other[SCAN_LOADS], when[SCAN_LOADS];
 #pragma unroll
         for (int i = 0; i < SCAN_LOADS; ++i) {
             const int from = start + i * WARP + lane;
             other[i] = from < batch.rows ? batch.request[from] : -1;
-            later[i] = from < batch.rows ? batch.position[from] : -1;
+            when[i] = from < batch.rows ? batch.position[from] : -1;
         }
         bool overtaken = false, past = false;
 #pragma unroll
         for (int i = 0; i < SCAN_LOADS; ++i) {
-            if (!is_live(other[i], later[i], batch.requests)) continue;
-            if (other[i] == owner) overtaken |= later[i] - ring_tokens >= at;
+            if (!is_live(other[i], when[i], batch.requests)) continue;
+            if (other[i] == owner) overtaken |= when[i] - ring_tokens >= at;
             past |= other[i] != owner;
         }
         if (__any_sync(ALL, overtaken)) return true;

@@ -62,6 +62,9 @@ def sparse_attention(
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     step = shape.chunk_rows(spec, limit_bytes)
     with torch.cuda.device_of(q):
+        if 0 < rows.count <= step:
+            _attend_rows(q, kv_cache, selection, rows, spec, gate, out, lse, shape, capability, launch)
+            return out, lse
         for start in range(0, rows.count, step):
             part = slice(start, min(start + step, rows.count))
             _attend_rows(
