@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
@@ -230,7 +231,12 @@ def make_plan(call: Call, facts: DeviceFacts, pin: str | None = None, stages: tu
 
     Raises NoRouteError when one of `stages` has no route, KnobError for a bad FLASHQSA_WORKSPACE_MIB.
     """
-    limit = knobs.workspace_bytes()
+    return _plan_for(call, facts, pin, stages, knobs.workspace_bytes())
+
+
+@lru_cache(maxsize=256)
+def _plan_for(call: Call, facts: DeviceFacts, pin: str | None, stages: tuple[Stage, ...], limit: int) -> Plan:
+    """`make_plan` within a workspace limit. The layers of a model ask for the same plan in turn."""
     choices: dict[str, Decision | NoRouteError] = {}
     for stage in STAGES:
         try:

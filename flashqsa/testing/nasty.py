@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Scores
+from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
 
 
 def scores_of(values: Tensor, visible: list[int] | None = None, width: int | None = None) -> Scores:
@@ -42,6 +42,16 @@ def fp16_twins(twins: int = 4096, larger: int = 100) -> Scores:
     """Scores 1 + i * 2^-23, which one FP16 value stands for, and a few that are clearly larger."""
     near = 1.0 + torch.arange(twins) * 2.0**-23
     return scores_of(_shuffled(torch.cat([near, 2.0 + torch.arange(larger)]), 3))
+
+
+def crowded_bin(held: int, length: int) -> Scores:
+    """`held` distinct scores in [1.0, 1.245), one bin, among a row of others that are all lower.
+
+    Shuffled, ascending and descending: whichever end is dropped, the largest score goes in one row.
+    """
+    crowd = 1.0 + torch.arange(held) * (0.2449 / held)
+    ascending = torch.cat([0.25 + torch.arange(length - held) * 2.0**-20, crowd])
+    return scores_of(torch.cat([_shuffled(ascending, 1), torch.stack([ascending, ascending.flip(0)])]))
 
 
 def exact_bin_total(top_blocks: int = 512, above: int = 200) -> Scores:
@@ -170,6 +180,8 @@ NASTY_SCORES: tuple[NastyScores, ...] = (
     NastyScores("one-bin-16385", partial(one_bin_overflow, 16385), (512, 1024, 2048)),
     NastyScores("one-bin-3709", partial(one_bin_overflow, 3709, 3)),
     NastyScores("one-bin-4097", partial(one_bin_overflow, 4097, 3)),
+    NastyScores("crowded-bin-3709-of-8192", partial(crowded_bin, 3709, 8192)),
+    NastyScores("crowded-bin-4097-of-32768", partial(crowded_bin, 4097, 32768)),
     NastyScores("fp16-twins", fp16_twins),
     NastyScores("exact-bin-total", exact_bin_total, (511, 512, 513)),
     NastyScores("near-ties", near_ties),
@@ -193,6 +205,44 @@ NASTY_SCORES: tuple[NastyScores, ...] = (
     *(NastyScores(f"long-row-{n}", partial(long_row, n)) for n in (24281, 24520, 32768, 65535, 65536)),
     NastyScores("many-rows", many_rows, (5,)),
 )
+
+
+@dataclass(frozen=True)
+class IndexCall:
+    """The arguments of one `select_blocks` call.
+
+    index_q  [rows, index_heads, index_dim]
+    """
+
+    index_q: Tensor
+    index_cache: IndexCache
+    rows: Rows
+    spec: QsaSpec
+
+
+def call_of_scores(
+    scores: Scores, top_blocks: int = 512, device: torch.device | str = "cpu", page_blocks: int = 64
+) -> IndexCall:
+    """A call whose index scores are the given ones, exactly: finite, none negative, of at most 256 rows.
+
+    Row r is a request of its own; dimension r of the keys, which all requests share, holds its scores, and its query
+    picks that dimension and undoes the scale. Keys that no row sees are NaN, and pages stand in reversed order.
+    """
+    rows, visible = scores.visible.shape[0], scores.visible.tolist()
+    index_dim = 64 if rows <= 64 else 256  # of which the score scale is a power of two
+    spec = QsaSpec(index_heads=1, index_dim=index_dim, top_blocks=top_blocks)
+    pages = -(-max(visible) // page_blocks)
+    keys = torch.full((pages * page_blocks, index_dim), float("nan"))
+    keys[: max(visible)] = 0.0
+    index_q = torch.zeros(rows, 1, index_dim)
+    for row, seen in enumerate(visible):
+        keys[:seen, row] = scores.values[row, :seen]
+        index_q[row, 0, row] = 1.0 / spec.score_scale
+    pool = keys.view(pages, page_blocks, index_dim).flip(0).contiguous().to(device)
+    table = torch.arange(pages - 1, -1, -1, dtype=torch.int32).repeat(rows, 1).to(device)
+    position = torch.tensor(visible, device=device) * spec.block_tokens - 1
+    live = Rows.from_tensors(torch.arange(rows, device=device), position)
+    return IndexCall(index_q.to(device), IndexCache(pool, table), live, spec)
 
 
 @dataclass(frozen=True)
@@ -248,6 +298,7 @@ def empty_index_cache(
     raw_dtype: torch.dtype = torch.float32,
     page_blocks: int = 16,
     ring_tokens: int = 4,
+    device: torch.device | str = "cpu",
 ) -> IndexCache:
     """An index cache for requests of so many tokens, with a ring, both poisoned; pages stand in reversed order."""
     counts = [-(-(n // spec.block_tokens) // page_blocks) for n in tokens]
@@ -256,33 +307,36 @@ def empty_index_cache(
     for request, count in enumerate(counts):
         used = sum(counts[:request])
         table[request, :count] = torch.arange(pages - used, pages - used - count, -1, dtype=torch.int32)
-    keys = torch.empty(pages + 1, page_blocks, spec.index_dim, dtype=dtype)
+    keys = torch.empty(pages + 1, page_blocks, spec.index_dim, dtype=dtype, device=device)
     if dtype == FP8:
         keys.view(torch.uint8).fill_(0x7F)
     else:
         keys.fill_(float("nan"))
-    ring = torch.full((len(tokens), ring_tokens, spec.index_dim), float("nan"), dtype=raw_dtype)
-    return IndexCache(keys, table, 0.5 if dtype == FP8 else None, ring)
+    ring = torch.full((len(tokens), ring_tokens, spec.index_dim), float("nan"), dtype=raw_dtype, device=device)
+    return IndexCache(keys, table.to(device), 0.5 if dtype == FP8 else None, ring)
 
 
-def tiny_weights(value_scale: float = 2.0) -> tuple[Tensor, KvCache, Rows, QsaSpec]:
+def tiny_weights(
+    value_scale: float = 2.0, head_dim: int = 64, device: torch.device | str = "cpu"
+) -> tuple[Tensor, KvCache, Rows, QsaSpec]:
     """One row over 2,048 E4M3 tokens: one key at the maximum, 2,047 keys 7 nats lower.
 
     Each of these weighs exp(-7) = 9.1e-4, which rounds to 0 in E4M3, yet together they hold 65 % of the mass. All
     values are 1 but that of the token at the maximum, which is -1, so the output tells whether the others counted.
-    Returns q [1, 1, 64] FP32, the cache, the row and the spec.
+    Returns q [1, 1, head_dim] FP32, the cache, the row and the spec.
     """
-    spec = QsaSpec(q_heads=1, kv_heads=1, head_dim=64)
-    keys = torch.zeros(2048, 1, 64)
-    keys[:, 0, 0] = -3.5  # a scale of 2 and a query of 8 / 8 make the stored 3.5 worth 7 nats
+    spec = QsaSpec(q_heads=1, kv_heads=1, head_dim=head_dim)
+    keys = torch.zeros(2048, 1, head_dim)
+    keys[:, 0, 0] = -3.5  # a scale of 2 and a query that undoes the softmax's make the stored 3.5 worth 7 nats
     keys[1234, 0, 0] = 0.0
-    values = torch.full((2048, 1, 64), 1.0 / value_scale)
+    values = torch.full((2048, 1, head_dim), 1.0 / value_scale)
     values[1234] = -1.0 / value_scale
-    pool = torch.stack([keys.view(128, 16, 1, 64), values.view(128, 16, 1, 64)], dim=1).to(FP8)
-    cache = KvCache.interleaved(pool, torch.arange(128, dtype=torch.int32)[None], 2.0, value_scale)
-    q = torch.zeros(1, 1, 64)
-    q[0, 0, 0] = 8.0
-    return q, cache, Rows.from_lengths([1], [2048]), spec
+    pages = (128, 16, 1, head_dim)
+    pool = torch.stack([keys.view(pages), values.view(pages)], dim=1).to(FP8).to(device)
+    cache = KvCache.interleaved(pool, torch.arange(128, dtype=torch.int32, device=device)[None], 2.0, value_scale)
+    q = torch.zeros(1, 1, head_dim, device=device)
+    q[0, 0, 0] = head_dim**0.5
+    return q, cache, Rows.from_lengths([1], [2048], device=device), spec
 
 
 def e4m3_extremes(kv_heads: int = 1, head_dim: int = 64) -> Tensor:
@@ -294,31 +348,111 @@ def e4m3_extremes(kv_heads: int = 1, head_dim: int = 64) -> Tensor:
     return numbers.repeat(tokens * each // numbers.numel() + 1)[: tokens * each].view(tokens, kv_heads, head_dim)
 
 
-def far_page(page_stride: int = 1_540_096, page: int = 1395, dtype: torch.dtype = FP8) -> tuple[Tensor, Tensor]:
+def far_page(
+    page_stride: int = 1_540_096, page: int = 1395, dtype: torch.dtype = FP8, device: torch.device | str = "cpu"
+) -> tuple[Tensor, Tensor]:
     """KV pages [pages, 16, 2, 256] of which one lies more than 2^31 elements into its pool, where only it is touched.
 
     The pool's other pages are address space that the system need not back with memory. Returns keys and values; page
     `page` is the far one, page 0 may be written too.
     """
     tokens, heads, dim = 16, 2, 256
-    pool = torch.empty((page + 1) * page_stride, dtype=torch.uint8).view(dtype)
+    pool = torch.empty((page + 1) * page_stride, dtype=torch.uint8, device=device).view(dtype)
     shape, strides = (page + 1, tokens, heads, dim), (page_stride, heads * dim, dim, 1)
     return pool.as_strided(shape, strides), pool.as_strided(shape, strides, tokens * heads * dim)
 
 
-def planted_block(rows: int = 8, blocks: int = 4096, planted: int = 10) -> tuple[Tensor, IndexCache, Rows, QsaSpec]:
+def planted_block(
+    rows: int = 8,
+    blocks: int = 4096,
+    planted: int = 10,
+    top_blocks: int = 16,
+    dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+) -> tuple[Tensor, IndexCache, Rows, QsaSpec]:
     """A prefill whose every row must select block `planted`, the only one with a positive score, and the lowest ids.
 
-    Returns index_q [rows, 4, 128] FP32, the cache, the rows (the last of 4 * blocks tokens) and the spec.
+    Returns index_q [rows, 4, 128], the cache, the rows (the last of 4 * blocks tokens) and the spec.
     """
-    spec = QsaSpec(top_blocks=16)
-    keys = torch.zeros(blocks, spec.index_dim)
+    spec = QsaSpec(top_blocks=top_blocks)
+    pages = -(-blocks // 64)
+    keys = torch.zeros(pages * 64, spec.index_dim, dtype=dtype, device=device)
     keys[planted, 0] = 1.0
-    index_q = torch.zeros(rows, spec.index_heads, spec.index_dim)
+    index_q = torch.zeros(rows, spec.index_heads, spec.index_dim, dtype=dtype, device=device)
     index_q[:, :, 0] = 1.0
-    pages = keys.view(-1, 64, spec.index_dim)
-    cache = IndexCache(pages, torch.arange(pages.shape[0], dtype=torch.int32)[None])
-    return index_q, cache, Rows.from_lengths([rows], [blocks * spec.block_tokens]), spec
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    cache = IndexCache(keys.view(pages, 64, spec.index_dim), table)
+    return index_q, cache, Rows.from_lengths([rows], [blocks * spec.block_tokens], device=device), spec
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """A group of rows that share no block, each of which hangs on one token of its own blocks.
+
+    q          [rows, q_heads, head_dim] FP32
+    peaks      per row the block whose first token holds nearly all of the row's mass; its values are 1
+    decoys     per row a block of another row with a token that would weigh as much; its values are -1
+    selection  pairwise disjoint, top_blocks each
+
+    A row that attends to its own blocks gets 1, to all rows' blocks 0, and to its own with the decoy for the peak -1.
+    """
+
+    q: Tensor
+    cache: KvCache
+    rows: Rows
+    spec: QsaSpec
+    selection: Selection
+    peaks: tuple[int, ...]
+    decoys: tuple[int, ...]
+
+
+def disjoint_peaks(
+    spec: QsaSpec,
+    q_dtype: torch.dtype = torch.float32,
+    cache_dtype: torch.dtype = torch.float32,
+    device: torch.device | str = "cpu",
+    rows: int = 8,
+) -> Peaks:
+    """`rows` neighbouring rows, at most head_dim, whose worklist is as long as one can be: nothing is shared.
+
+    Row r's peak stands at r / (rows - 1) of its ascending selection, so that no part of a worklist can be cut off
+    unseen.
+    """
+    generator = torch.Generator().manual_seed(rows)
+    count, page_tokens = spec.top_blocks, 16
+    blocks = rows * count + 1  # one is nobody's
+    tokens = blocks * spec.block_tokens + rows
+    owned = torch.randperm(blocks, generator=generator)[: rows * count].view(rows, count).sort(dim=1).values
+    peaks = tuple(int(owned[row, row * (count - 1) // max(rows - 1, 1)]) for row in range(rows))
+    decoys = tuple(peaks[(row + 1) % rows] for row in range(rows))
+    pages = -(-tokens // page_tokens)
+    keys = torch.zeros(pages * page_tokens, spec.kv_heads, spec.head_dim)
+    values = torch.zeros_like(keys)
+    q = torch.zeros(rows, spec.q_heads, spec.head_dim)
+    # 16 nats over the rest: exp(16) is 4,340 times as much as 2,048 tokens of 0 weigh.
+    amount = 16.0 / spec.softmax_scale
+    for row in range(rows):
+        q[row, :, row] = amount / 4
+        keys[peaks[row] * spec.block_tokens, :, row] = 4.0
+        keys[decoys[row] * spec.block_tokens + 1, :, row] = 4.0
+        values[peaks[row] * spec.block_tokens] = 1.0
+        values[decoys[row] * spec.block_tokens + 1] = -1.0
+    shape = (pages, page_tokens, spec.kv_heads, spec.head_dim)
+    pool = torch.stack([keys.view(shape), values.view(shape)], dim=1).to(cache_dtype).to(device)
+    scale = 1.0 if cache_dtype == FP8 else None
+    table = torch.arange(pages, dtype=torch.int32, device=device)[None]
+    selection = Selection(
+        owned.to(torch.int32).to(device), torch.full((rows,), count, dtype=torch.int32, device=device)
+    )
+    return Peaks(
+        q.to(q_dtype).to(device),
+        KvCache.interleaved(pool, table, scale, scale),
+        Rows.from_lengths([rows], [tokens], device=device),
+        spec,
+        selection,
+        peaks,
+        decoys,
+    )
 
 
 def negative_positions(dtype: torch.dtype = torch.int32) -> Rows:

@@ -75,6 +75,11 @@ class _Outcome:
             return "output"
         return None if compare.same_bits(self.lse, other.lse) else "lse"
 
+    def on_the_host(self) -> _Outcome:
+        """The same in the CPU's memory."""
+        selection = Selection(self.selection.blocks.cpu(), self.selection.count.cpu())
+        return _Outcome(selection, self.output.cpu(), self.lse.cpu())
+
 
 def verify_case(case: Case, device: torch.device | str = "cpu", route: str | None = None) -> CaseResult:
     """Runs a case and compares it with the reference, which runs after it.
@@ -82,7 +87,7 @@ def verify_case(case: Case, device: torch.device | str = "cpu", route: str | Non
     The selection must equal the reference's (exact scores), or differ only within tolerance of the cut (others); the
     attention on that selection must err no more than `compare.attention_tolerance`; `qsa_attention` must give the same
     as its two halves; and none of `DISTURBANCES` may change a bit. Without a route for the case, or for the pinned
-    route, the result says so and nothing has run.
+    route, the result says so and nothing has run. The reference works on the CPU, row by row, whatever the device.
     """
     inputs = build(case, device)
     try:
@@ -97,6 +102,10 @@ def verify_case(case: Case, device: torch.device | str = "cpu", route: str | Non
     if inputs.selection is None:
         difference = outcome.difference(calls.run_joined(inputs, outcome.selection))
         failures.append(None if difference is None else f"{difference} of qsa_attention is not that of its two halves")
+    outcome = outcome.on_the_host()
+    if inputs.q.device.type != "cpu":
+        inputs = build(case)
+    if inputs.selection is None:
         failures.append(_selection_failure(inputs, outcome.selection))
     rounding = product_dtype(calls.plan.attend_decision.route.kernel_set, inputs.kv_cache.keys.dtype)
     attention, error = _attention_failures(inputs, outcome, rounding)
