@@ -26,11 +26,12 @@ from flashqsa.attend_shape import (
     hopper_refusal,
 )
 from flashqsa.device import DeviceFacts
+from flashqsa.kernels import sm90, smxx
+from flashqsa.kernels.nvrtc.sparse import empty_partial, sparse_attention
 from flashqsa.kernels.nvrtc.worklist import list_windows
 from flashqsa.kernels.sm90.attend import attend_hopper
 from flashqsa.kernels.smxx.attend import attend_triton
 from flashqsa.kernels.smxx.merge import merge
-from flashqsa.kernels.smxx.sparse import empty_partial, sparse_attention
 from flashqsa.testing import compare
 from flashqsa.testing.cases import CASES, Case, named, spec_of
 from flashqsa.testing.inputs import PATTERNS, Inputs, build, fill_unwritten, relocate, take_rows
@@ -216,8 +217,8 @@ def shapes(case: Case) -> list[AttendShape]:
 
 def attend(inputs: Inputs, selection: Selection | None, shape: AttendShape) -> tuple[Tensor, Tensor]:
     arguments = (inputs.q, inputs.kv_cache, selection, inputs.rows, inputs.spec, inputs.gate)
-    launch = attend_hopper if isinstance(shape.tile, HopperTile) else attend_triton
-    output, lse = sparse_attention(*arguments, True, shape, FACTS.capability or (0, 0), LIMIT, launch)
+    kernels = sm90.KERNELS if isinstance(shape.tile, HopperTile) else smxx.KERNELS
+    output, lse = sparse_attention(*arguments, True, shape, FACTS.capability or (0, 0), LIMIT, kernels)
     assert lse is not None
     return output, lse
 
@@ -325,7 +326,7 @@ def test_pools_beyond_2_31_elements(hopper: bool) -> None:
             shape,
             FACTS.capability or (0, 0),
             LIMIT,
-            attend_hopper if hopper else attend_triton,
+            sm90.KERNELS if hopper else smxx.KERNELS,
         )[0]
         for page in (pages - 1, 1)
     ]
@@ -342,6 +343,6 @@ def test_rows_in_chunks_equal_rows_at_once() -> None:
     small = shape.capacity * 4 * 6 * 2
     assert shape.chunk_rows(case.spec, small) < case.rows
     arguments = (inputs.q, inputs.kv_cache, selection, inputs.rows, case.spec, inputs.gate, True)
-    output, lse = sparse_attention(*arguments, shape, FACTS.capability or (0, 0), small)
+    output, lse = sparse_attention(*arguments, shape, FACTS.capability or (0, 0), small, smxx.KERNELS)
     assert lse is not None
     check(output, lse, expected(inputs, selection))

@@ -2,8 +2,8 @@
 
 The folder has an attention kernel of its own and borrows the rest of the attend stage:
 
-worklist        `kernels.nvrtc`, as every NVIDIA GPU
-chunks, merge   `kernels.smxx.sparse`
+worklist, chunks  `kernels.nvrtc`, as every NVIDIA GPU
+merge             `kernels.smxx`
 
 On an H200 it attends 1,616 rows of 24/2 heads in 0.276 / 0.347 / 0.455 ms near, mid and far; Triton's kernel takes 0.36
 and more (`benchmarks/results`). Selecting and writing are `kernels.smxx`'s.
@@ -13,10 +13,13 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.sm90.attend import attend_hopper
-from flashqsa.kernels.smxx import sparse
+from flashqsa.kernels.smxx.merge import merge
 from flashqsa.plan import AttendPlan
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
+
+KERNELS = sparse.AttendKernels(attend_hopper, merge)
 
 
 def sparse_attention(
@@ -29,10 +32,10 @@ def sparse_attention(
     return_lse: bool,
     plan: AttendPlan,
 ) -> tuple[Tensor, Tensor | None]:
-    """Worklist, attention and merge: see `smxx.sparse.sparse_attention`."""
+    """Worklist, attention and merge: see `nvrtc.sparse.sparse_attention`."""
     shape, capability = plan.gpu()
     return sparse.sparse_attention(
-        q, kv_cache, selection, rows, spec, gate, return_lse, shape, capability, plan.limit_bytes, attend_hopper
+        q, kv_cache, selection, rows, spec, gate, return_lse, shape, capability, plan.limit_bytes, KERNELS
     )
 
 

@@ -9,14 +9,18 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.nvrtc import topk as nvrtc_topk
 from flashqsa.kernels.nvrtc.everything import empty_selection
 from flashqsa.kernels.nvrtc.everything import select_everything as nvrtc_everything
 from flashqsa.kernels.nvrtc.write import write_index_keys, write_kv
 from flashqsa.kernels.smxx import score as paged_score
-from flashqsa.kernels.smxx import sparse
+from flashqsa.kernels.smxx.attend import attend_triton
+from flashqsa.kernels.smxx.merge import merge
 from flashqsa.plan import AttendPlan, SelectPlan
 from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
+
+KERNELS = sparse.AttendKernels(attend_triton, merge)
 
 
 def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Selection:
@@ -46,10 +50,10 @@ def sparse_attention(
     return_lse: bool,
     plan: AttendPlan,
 ) -> tuple[Tensor, Tensor | None]:
-    """Worklist, attention and merge: see `sparse.sparse_attention`."""
+    """Worklist, attention and merge: see `nvrtc.sparse.sparse_attention`."""
     shape, capability = plan.gpu()
     return sparse.sparse_attention(
-        q, kv_cache, selection, rows, spec, gate, return_lse, shape, capability, plan.limit_bytes
+        q, kv_cache, selection, rows, spec, gate, return_lse, shape, capability, plan.limit_bytes, KERNELS
     )
 
 

@@ -1,7 +1,11 @@
-"""The whole attend stage: worklist, attention and merge, in as few launches as they take (two, or three)."""
+"""The whole attend stage of a GPU: worklist, attention and merge, in as few launches as they take (two, or three).
+
+The kernels of attention and merge are the caller's; the worklist is shared by all.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -9,13 +13,11 @@ from torch import Tensor
 
 from flashqsa.attend_shape import AttendShape, HopperTile, Split, TritonTile
 from flashqsa.kernels.nvrtc.worklist import WindowLists, empty_lists, list_windows
-from flashqsa.kernels.smxx.attend import attend_triton
-from flashqsa.kernels.smxx.merge import merge
 from flashqsa.values import KvCache, Partial, QsaSpec, Rows, Selection
 
 
 class AttendLaunch(Protocol):
-    """The launcher of an attention kernel: `attend.attend_triton`, or one that takes and does the same."""
+    """The launcher of an attention kernel, such as `smxx.attend.attend_triton`."""
 
     def __call__(
         self,
@@ -31,7 +33,22 @@ class AttendLaunch(Protocol):
         lse: Tensor | None,
         partial: Partial | None,
     ) -> None:
-        """Attends and writes `out` and `lse`."""
+        """Attends: writes `out` and `lse`, and what is merged apart into `partial`."""
+
+
+class MergeLaunch(Protocol):
+    """The launcher of a merge kernel, such as `smxx.merge.merge`."""
+
+    def __call__(self, partial: Partial, gate: Tensor | None, out: Tensor, lse: Tensor | None) -> None:
+        """Merges the parts of whole rows into `out`, gated, and `lse`."""
+
+
+@dataclass(frozen=True)
+class AttendKernels:
+    """What a kernel set brings to this stage."""
+
+    attend: AttendLaunch
+    merge: MergeLaunch
 
 
 def sparse_attention(
@@ -45,15 +62,14 @@ def sparse_attention(
     shape: AttendShape,
     capability: tuple[int, int],
     limit_bytes: int,
-    launch: AttendLaunch = attend_triton,
+    kernels: AttendKernels,
 ) -> tuple[Tensor, Tensor | None]:
     """Gated attention of every row over its selected blocks and its tail; over all it sees without a selection.
 
     q, gate      [rows, q_heads, head_dim] in the cache's dtype; any float with an FP8 cache
-    shape        from `attend_shape.attend_shape`, for these rows and this launcher
+    shape        from `attend_shape.attend_shape`, for these rows and kernels
     capability   of the device
     limit_bytes  for the worklists: rows are taken in chunks of whole windows where they need more
-    launch       of the attention kernel
 
     Returns output [rows, q_heads, head_dim] in q's dtype, and lse [rows, q_heads] FP32 or None. Nothing waits for the
     device, and every size follows from host numbers, so the call may be captured in a CUDA graph once it has run.
@@ -61,9 +77,9 @@ def sparse_attention(
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device) if return_lse else None
     step = shape.chunk_rows(spec, limit_bytes)
-    with torch.cuda.device_of(q):
+    with torch.cuda.device_of(q):  # type: ignore[no-untyped-call]
         if 0 < rows.count <= step:
-            _attend_rows(q, kv_cache, selection, rows, spec, gate, out, lse, shape, capability, launch)
+            _attend_rows(q, kv_cache, selection, rows, spec, gate, out, lse, shape, capability, kernels)
             return out, lse
         for start in range(0, rows.count, step):
             part = slice(start, min(start + step, rows.count))
@@ -78,7 +94,7 @@ def sparse_attention(
                 None if lse is None else lse[part],
                 shape,
                 capability,
-                launch,
+                kernels,
             )
     return out, lse
 
@@ -103,12 +119,12 @@ def _attend_rows(
     lse: Tensor | None,
     shape: AttendShape,
     capability: tuple[int, int],
-    launch: AttendLaunch,
+    kernels: AttendKernels,
 ) -> None:
     tile, split = shape.tile, shape.split(rows.count, spec)
     lists = empty_lists(rows, spec, kv_cache, tile.group_rows, shape.capacity, spec.kv_heads * tile.counters)
     list_windows(lists, selection, rows, spec, kv_cache, capability)
     partial = empty_partial(split, tile.group_rows, rows.count, spec, q.device)
-    launch(q, kv_cache, lists, rows, spec, tile, split, gate, out, lse, partial)
+    kernels.attend(q, kv_cache, lists, rows, spec, tile, split, gate, out, lse, partial)
     if partial is not None and not split.inside:
-        merge(partial, gate, out, lse)
+        kernels.merge(partial, gate, out, lse)
