@@ -1,7 +1,8 @@
 """How the attention stage of GPUs cuts its work: tiles, windows of rows, and splits of what does not fill the device.
 
 Everything follows from host numbers. What is legal is said by one predicate per kernel (`attend_refusal` for Triton's,
-`hopper_refusal` for the one of compute capability 9.0); what is preferred is data in `tables/attend_smxx.py`.
+`hopper_refusal` for the one of compute capability 9.0, `sm7x_refusal` for the one of 7.x); what is preferred is data in
+`tables/attend_smxx.py` and `tables/attend_sm7x.py`.
 """
 
 from __future__ import annotations
@@ -9,12 +10,13 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar
+from typing import ClassVar, cast
 
 import torch
 from torch import Tensor
 
 from flashqsa.device import DeviceFacts
+from flashqsa.tables import attend_sm7x as sm7x_table
 from flashqsa.tables import attend_smxx as attend_table
 from flashqsa.values import FP8, KvCache, QsaSpec
 
@@ -132,6 +134,60 @@ class HopperTile:
 
 
 @dataclass(frozen=True)
+class Sm7xTile:
+    """How a program of the CUDA C++ attention kernel of compute capability 7.x cuts its work.
+
+    group_rows  rows of a window
+    head_dim    64, 128 or 256
+    capability  of the device: 7.0 and 7.2 (Volta) have other tensor cores than 7.5 (Turing)
+
+    A window of 10 rows of 12 heads on a Quadro RTX 8000, whose programs may have 64 KiB:
+
+    >>> Sm7xTile(10, 256, (7, 5)).shared_bytes, Sm7xTile(10, 256, (7, 5)).kept_groups
+    (65536, 8)
+    """
+
+    group_rows: int
+    head_dim: int
+    capability: tuple[int, int]
+
+    LINES: ClassVar[int] = 128
+    TOKENS: ClassVar[int] = 32
+    BLOCK_TOKENS: ClassVar[int] = 4
+    HEAD_DIMS: ClassVar[tuple[int, ...]] = (64, 128, 256)
+
+    @property
+    def turing(self) -> bool:
+        """Whether the device has Turing's tensor cores, not Volta's."""
+        return self.capability >= (7, 5)
+
+    @property
+    def kept_groups(self) -> int:
+        """Groups of 16 dimensions of the queries that stay in registers."""
+        return sm7x_table.KEPT_DIMS[self.head_dim] // 16 if self.turing else 0
+
+    @property
+    def shared_bytes(self) -> int:
+        """Dynamic shared memory: keys and values of a tile, and what is not kept of the queries; FP16."""
+        return 2 * (2 * self.TOKENS * self.head_dim + self.LINES * (self.head_dim - 16 * self.kept_groups))
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a tile."""
+        return self.TOKENS
+
+    @property
+    def counters(self) -> int:
+        """What counts the ended parts of a unit: one per program."""
+        return 1
+
+    @property
+    def resident(self) -> int:
+        """Programs that a multiprocessor holds at a time: registers allow one."""
+        return 1
+
+
+@dataclass(frozen=True)
 class Split:
     """Which units (a window and a KV head each) are cut: the first `whole` are not, each other one into `parts`.
 
@@ -203,9 +259,9 @@ def choose_split(units: int, slots: int, tiles: int) -> Split:
 
 @dataclass(frozen=True)
 class AttendShape:
-    """Everything about the attention stage of `smxx` that host numbers decide.
+    """Everything about the attention stage of a GPU that host numbers decide.
 
-    tile        of the Triton kernel, or of Hopper's own
+    tile        of the Triton kernel, of Hopper's own, or of the one of compute capability 7.x (`Sm7xTile`)
     capacity    most worklist entries of a window
     slots       programs that the device holds at a time
     unit_tiles  tiles of a unit whose rows see as many blocks as any
@@ -279,6 +335,8 @@ def attend_refusal(spec: QsaSpec, cache_dtype: torch.dtype, layout: Layout, fact
             return f"{name} must be a power of two from {least} to {most}, got {value}"
     if layout.last_place >= PLACES:
         return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
+    if cache_dtype == FP8 and not native_fp8(facts) and layout.alignment_bytes < 4:
+        return f"before sm_89 FP8 heads must begin at multiples of 4 bytes, got multiples of {layout.alignment_bytes}"
     if not triton_tiles(spec, spec.heads_per_kv_head, cache_dtype.itemsize, facts):
         return f"{spec.heads_per_kv_head} heads of {spec.head_dim} do not fit {facts.shared_memory_bytes} bytes"
     return None
@@ -307,6 +365,36 @@ def hopper_refusal(
         return f"tokens lie {layout.token_bytes} bytes apart, more than 32 bits address"
     if layout.last_place >= PLACES:
         return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
+    return None
+
+
+def sm7x_refusal(
+    spec: QsaSpec, q_dtype: torch.dtype, cache_dtype: torch.dtype, layout: Layout, facts: DeviceFacts
+) -> str | None:
+    """Why the attention of compute capability 7.x cannot serve a call on a device, or None when it can.
+
+    >>> volta, half = DeviceFacts.named("v100"), torch.float16
+    >>> sm7x_refusal(QsaSpec(), half, FP8, Layout(), volta)
+    >>> sm7x_refusal(QsaSpec(), torch.bfloat16, torch.bfloat16, Layout(), volta)
+    'sm_70 has no BF16 tensor cores: made for FP16 queries with an FP16 or FP8 cache, got bfloat16 and bfloat16'
+    """
+    if facts.capability is None or facts.capability[0] != 7:
+        return f"made for sm_70 to sm_75, got {facts.arch}"
+    if spec.head_dim not in Sm7xTile.HEAD_DIMS or spec.block_tokens != Sm7xTile.BLOCK_TOKENS:
+        wanted = f"made for heads of 64, 128 or 256 and blocks of {Sm7xTile.BLOCK_TOKENS} tokens"
+        return f"{wanted}, got {spec.head_dim} and {spec.block_tokens}"
+    if q_dtype != torch.float16 or cache_dtype not in (torch.float16, FP8):
+        found = " and ".join(str(dtype).removeprefix("torch.") for dtype in (q_dtype, cache_dtype))
+        lacking = "BF16" if torch.bfloat16 in (q_dtype, cache_dtype) else "FP32"
+        wanted = "made for FP16 queries with an FP16 or FP8 cache"
+        return f"{facts.arch} has no {lacking} tensor cores: {wanted}, got {found}"
+    if layout.alignment_bytes < 16:
+        return f"made for heads that begin at multiples of 16 bytes, got multiples of {layout.alignment_bytes}"
+    if layout.last_place >= PLACES:
+        return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
+    needed = Sm7xTile(1, spec.head_dim, facts.capability).shared_bytes
+    if needed > facts.shared_memory_bytes:
+        return f"a program needs {needed} bytes of shared memory, the device has {facts.shared_memory_bytes}"
     return None
 
 
@@ -360,13 +448,15 @@ def attend_shape(
     *,
     cache_bytes: int = 2,
     hopper: bool = False,
+    sm7x: bool = False,
     alone: bool = False,
     cuts: bool = True,
 ) -> AttendShape:
     """The preferred launch of the attention stage for some rows of a call.
 
     cache_bytes  of a number in the cache: 1 (FP8), 2 or 4
-    hopper       for Hopper's own kernel, where `hopper_refusal` has no reason; else for Triton's
+    hopper       for Hopper's own kernel, where `hopper_refusal` has no reason
+    sm7x         for the kernel of compute capability 7.x, where `sm7x_refusal` has none; else for Triton's
     alone        windows of one row
     cuts         whether units may be cut where they do not fill the device. A row's bits depend on how its unit is cut
                  and on what its window holds, so `alone` without cuts gives it the same whatever shares its launch.
@@ -383,11 +473,17 @@ def attend_shape(
     HopperTile(group_rows=5, consumers=1, stages=3)
     >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("a100")).tile.group_rows
     5
+    >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("v100"), sm7x=True).split(1616, QsaSpec())
+    Split(units=324, whole=240, parts=2, inside=True)
     """
     heads = spec.heads_per_kv_head
     together = 1 if alone else max(-(-rows // max(requests, 1)), 1)
     tile: TritonTile | HopperTile
-    if hopper:
+    if sm7x:
+        held = window_rows(together, Sm7xTile.LINES // heads, sm7x_table.MOST_ROWS)
+        # The launchers of `AttendKernels` take their own kind of tile and refuse the others.
+        tile = cast("HopperTile", Sm7xTile(held, spec.head_dim, facts.capability or (0, 0)))
+    elif hopper:
         held = HopperTile.LINES // heads
         if together <= held or held >= attend_table.HOPPER_ROWS or cache_bytes == 1:
             tile = HopperTile(window_rows(together, held), 1, 3)
@@ -412,13 +508,15 @@ STORED = {1: FP8, 2: torch.float16, 4: torch.float32}
 """A dtype for each size of a cache's numbers."""
 
 
-def window_rows(together: int, held: int) -> int:
+def window_rows(together: int, held: int, most: int = attend_table.MOST_ROWS) -> int:
     """Rows of a window, of the `together` rows that a request has on average and the `held` that a tile has room for.
+
+    most  rows, however many there is room for
 
     >>> window_rows(1, 5), window_rows(4, 5), window_rows(8, 5), window_rows(1616, 5)
     (1, 4, 4, 5)
     """
-    held = min(held, attend_table.MOST_ROWS)
+    held = min(held, most)
     if together > 4 * held:
         return held
     return -(-together // -(-together // held))

@@ -29,9 +29,14 @@ def pack_spec(spec: QsaSpec) -> list[int]:
     ]
 
 
-def _scale(value: Tensor | None) -> float | Tensor | None:
-    """A scale operand: one entry stands for the whole tensor, more for one per KV head."""
-    return value if value is None or value.numel() > 1 else float(value)
+def _scale(value: Tensor | None, spec: QsaSpec) -> float | Tensor | None:
+    """A scale operand: one entry stands for the whole tensor, more for one per KV head.
+
+    On a GPU one entry is repeated for every head: reading it would wait for the device.
+    """
+    if value is None or value.numel() == spec.kv_heads:
+        return value
+    return value.reshape(-1).repeat(spec.kv_heads) if value.is_cuda else float(value)
 
 
 @torch.library.custom_op("flashqsa::select_blocks", mutates_args=())
@@ -82,7 +87,7 @@ def sparse_attention(
     """`pipeline.sparse_attention`; returns output and lse."""
     output, lse = pipeline.sparse_attention(
         q,
-        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        KvCache(keys, values, page_table, _scale(k_scale, QsaSpec(*spec)), _scale(v_scale, QsaSpec(*spec))),
         Selection(blocks, count),
         Rows(request, position, max_position),
         QsaSpec(*spec),
@@ -120,7 +125,7 @@ def qsa_attention(
         index_q,
         q,
         IndexCache(index_keys, index_page_table, index_scale),
-        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        KvCache(keys, values, page_table, _scale(k_scale, QsaSpec(*spec)), _scale(v_scale, QsaSpec(*spec))),
         Rows(request, position, max_position),
         QsaSpec(*spec),
         gate,
@@ -185,7 +190,7 @@ def write_kv(
     pipeline.write_kv(
         new_keys,
         new_values,
-        KvCache(keys, values, page_table, _scale(k_scale), _scale(v_scale)),
+        KvCache(keys, values, page_table, _scale(k_scale, QsaSpec(*spec)), _scale(v_scale, QsaSpec(*spec))),
         Rows(request, position, max_position),
         QsaSpec(*spec),
     )

@@ -36,6 +36,10 @@ REQUIRED = [
     "docs/FACTS.md",
     "docs/ADDING_A_ROUTE.md",
     "docs/ROUTES.md",
+    "docs/BENCH.md",
+    "docs/TRANSFORMERS.md",
+    "docs/kernels/select.md",
+    "docs/kernels/attend.md",
 ]
 FOLDERS = ("flashqsa/", "tests/", "docs/", "benchmarks/", ".ci/")
 

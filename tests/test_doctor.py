@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
@@ -19,8 +21,11 @@ from flashqsa import device, pipeline
 from flashqsa.__main__ import app
 from flashqsa.cli import doctor
 from flashqsa.device import DeviceFacts
+from flashqsa.kernels.nvrtc import library
+from flashqsa.testing import verify
+from flashqsa.testing.cases import Case
 
-FINDINGS = ["python", "torch", "numpy", "safetensors", "flashqsa", "transformers", "triton", "nvrtc", "cuda-bindings"]
+FINDINGS = ["python", "torch", "numpy", "safetensors", "flashqsa", "transformers", "triton", "nvrtc"]
 
 
 def report() -> tuple[int, dict[str, dict[str, Any]], dict[str, Any]]:
@@ -95,8 +100,23 @@ def test_a_part_that_is_not_installed_says_who_needs_it(monkeypatch: pytest.Monk
     assert code == 1
     assert found["matplotlib"]["state"] == "missing"
     assert "flashqsa stats --plot" in found["matplotlib"]["detail"]
-    assert found["nvrtc"]["state"] == "missing"
+    assert found["triton"]["state"] == "missing"
+    assert "GPUs from sm_80 on" in found["triton"]["detail"]
     assert found["self-test on cpu"]["state"] == "ok"
+
+
+def test_nvrtc_is_looked_for_where_kernels_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(*libraries: library.Nvrtc) -> dict[str, Any]:
+        monkeypatch.setattr(library, "installed", lambda: libraries)
+        code, found, _ = report()
+        assert code == 0
+        return found["nvrtc"]
+
+    none = opened()
+    assert none["state"] == "missing"
+    assert "pip install nvidia-cuda-nvrtc" in none["detail"]
+    both = opened(nvrtc((13, 0), 75, 121), nvrtc((12, 6), 50, 90))
+    assert both["detail"] == "12.6 for sm_50 to sm_90; 13.0 for sm_75 to sm_121"
 
 
 def test_it_survives_a_python_without_torch() -> None:
@@ -148,17 +168,135 @@ def test_a_result_that_is_no_number_does_not_pass(monkeypatch: pytest.MonkeyPatc
     assert report()[1]["self-test on cpu"]["state"] == "broken"
 
 
-def test_a_gpu_without_kernels_is_told_with_its_reasons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    cpu = device.facts_of
-    named = DeviceFacts.named("v100")
-    monkeypatch.setattr(device, "facts_of", lambda where: named if where.type == "cuda" else cpu(where))
+def nvrtc(version: tuple[int, int], *archs: int) -> library.Nvrtc:
+    """A compiler that nothing asks to compile."""
+    return library.Nvrtc(f"libnvrtc.so.{version[0]}", version, frozenset(archs), ctypes.CDLL(None))
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceFacts], None]:
+    """Makes one GPU of given facts appear, with a compiler for every GPU; its kernels cannot run."""
+
+    def appear(facts: DeviceFacts) -> None:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        here = device.facts_of
+        monkeypatch.setattr(device, "facts_of", lambda where: facts if where.type == "cuda" else here(where))
+        monkeypatch.setattr(library, "installed", lambda: (nvrtc((13, 0), 80, 90, 120),))
+
+    return appear
+
+
+def verdict(
+    monkeypatch: pytest.MonkeyPatch, *failures: str, error: Exception | None = None
+) -> list[tuple[str, torch.device | str]]:
+    """Makes every case end so, instead of running it; returns the cases that were asked for."""
+    asked = []
+
+    def judge(case: Case, where: torch.device | str = "cpu") -> verify.CaseResult:
+        asked.append((case.name, where))
+        if error is not None:
+            raise error
+        return verify.CaseResult(case, ("smxx:plain", "sm90:grouped"), None, failures, 0.25)
+
+    monkeypatch.setattr(verify, "verify_case", judge)
+    return asked
+
+
+@pytest.mark.parametrize(("name", "arch"), [("v100", "sm_70"), ("t4", "sm_75")])
+def test_a_gpu_that_has_no_kernels_yet_is_told_so(
+    name: str, arch: str, gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(DeviceFacts.named(name))
+    asked = verdict(monkeypatch)
+    code, found, told = report()
+    assert (code, told["works_on"], asked) == (0, [], [])
+    routes = found["routes on cuda:0"]
+    assert routes["state"] == "missing"
+    assert f"({arch}): no route; {arch} has no kernels yet, which begin at sm_80" in routes["detail"]
+    assert "route='reference'" in routes["detail"]
+    assert "self-test on cuda:0" not in found
+
+
+def test_the_first_capability_with_kernels_is_the_devices() -> None:
+    known = [facts for facts in device.KNOWN_DEVICES.values() if facts.capability is not None]
+    for facts in known:
+        assert facts.capability is not None
+        assert ("smxx" in facts.kernel_sets) == (facts.capability >= doctor.FIRST_WITH_KERNELS), facts.name
+
+
+def test_a_gpu_without_triton_says_what_lacks(gpu: Callable[[DeviceFacts], None]) -> None:
+    lacks = tuple((name, "triton is not installed") for name in ("sm90", "smxx"))
+    gpu(replace(DeviceFacts.named("h200"), kernel_sets=frozenset({"reference"}), missing=lacks))
     code, found, _ = report()
     assert code == 0
     assert found["routes on cuda:0"]["state"] == "missing"
-    assert "Tesla V100 (sm_70): no route; " in found["routes on cuda:0"]["detail"]
-    assert "have no image for Tesla V100" in found["routes on cuda:0"]["detail"]
+    assert (
+        "no route; triton is not installed, which its kernels (sm90, smxx) need" in found["routes on cuda:0"]["detail"]
+    )
+
+
+def test_a_gpu_that_works_is_told_with_its_routes(
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(DeviceFacts.named("h200"))
+    asked = verdict(monkeypatch)
+    code, found, told = report()
+    assert (code, told["works_on"]) == (0, ["cuda:0"])
+    routes = found["routes on cuda:0"]["detail"]
+    assert "H200 (sm_90): prefill smxx:plain then sm90:grouped, decode smxx:plain then smxx:splitk" in routes
+    assert "short smxx:everything then sm90:dense" in routes
+    assert "NVRTC 13.0 (libnvrtc.so.13) compiles for sm_90; cubins in " in found["compiler for cuda:0"]["detail"]
+    assert asked == [(name, "cuda:0") for name in doctor.GPU_CASES]
+    assert "right, error 0.25 of allowed" in found["self-test on cuda:0"]["detail"]
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "FlashQSA works on this machine's CPU and cuda:0." in result.stdout
+
+
+def test_a_gpu_with_a_wrong_kernel_fails_and_the_cpu_still_works(
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(DeviceFacts.named("a100"))
+    verdict(monkeypatch, "output changes with a second call")
+    code, found, told = report()
+    assert (code, told["works_on_cpu"], told["works_on"]) == (1, True, [])
+    assert found["self-test on cuda:0"]["state"] == "broken"
+    assert "output changes with a second call" in found["self-test on cuda:0"]["detail"]
+    result = CliRunner().invoke(app, ["doctor"])
+    assert "does not work everywhere here: see self-test on cuda:0." in result.stdout
+
+
+def test_a_gpu_whose_kernels_cannot_be_launched_is_a_line_of_the_report(
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(DeviceFacts.named("rtx4090"))
+    verdict(monkeypatch, error=RuntimeError("no kernel image is available"))
+    code, found, _ = report()
+    assert code == 1
+    assert found["self-test on cuda:0"]["detail"] == "RuntimeError: no kernel image is available"
+
+
+def test_a_gpu_without_a_compiler_is_told_what_to_install(
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(DeviceFacts.named("h200"))
+    asked = verdict(monkeypatch)
+    monkeypatch.setattr(library, "installed", lambda: (nvrtc((11, 8), 50, 89),))
+    code, found, told = report()
+    assert (code, told["works_on"], asked) == (0, [], [])
+    assert found["compiler for cuda:0"]["state"] == "missing"
+    assert "no NVRTC here compiles for sm_90" in found["compiler for cuda:0"]["detail"]
+    assert "Install nvidia-cuda-nvrtc" in found["compiler for cuda:0"]["detail"]
+
+
+@pytest.mark.gpu
+def test_the_doctor_passes_on_this_gpu() -> None:
+    code, found, told = report()
+    if "smxx" not in device.facts_of(torch.device("cuda:0")).kernel_sets:
+        assert found["routes on cuda:0"]["state"] == "missing"
+        return
+    assert code == 0, found
+    assert "cuda:0" in told["works_on"]
 
 
 def test_a_driver_that_does_not_answer_hides_no_cpu(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -137,6 +137,10 @@ def test_refusals_say_why() -> None:
     assert "got 512" in refusal(QsaSpec(head_dim=512), H200)
     assert "got 6" in refusal(QsaSpec(block_tokens=6), H200)
     assert "32 bits address" in refusal(QsaSpec(), H200, Layout(last_place=1 << 31))
+    rough = Layout(alignment_bytes=2)
+    assert "multiples of 4 bytes" in str(attend_refusal(QsaSpec(), STORED[1], rough, DeviceFacts.named("a100")))
+    assert attend_refusal(QsaSpec(), STORED[1], rough, DeviceFacts.named("l40s")) is None
+    assert attend_refusal(QsaSpec(), torch.float16, rough, DeviceFacts.named("a100")) is None
     with pytest.raises(ValueError, match="head_dim"):
         attend_shape(QsaSpec(head_dim=96), 1, 1, 0, H200)
 

@@ -21,6 +21,14 @@ from flashqsa.cli.show import FAILED, OK, Screen, write_json
 State = Literal["ok", "missing", "broken"]
 MINIMUM_PYTHON = (3, 10)
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc")
+"""Distributions that bring NVRTC; reports of benchmarks name their versions."""
+
+FIRST_WITH_KERNELS = (8, 0)
+"""The first compute capability that has kernels; GPUs before it get the reference, and only where it is pinned."""
+
+GPU_CASES = ("prefill-head-dim-256", "verify-model")
+"""Cases of `flashqsa verify` that a GPU's self-test runs: BF16 prefill and verify rows over an FP8 cache, of heads that
+every attention kernel takes."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +37,19 @@ class Finding:
 
     state    "ok", "missing" (not there: `detail` says what needs it) or "broken"
     needed   whether the CPU road, qsa_attention on CPU tensors, needs it
+    wrong    whether it being broken means that results cannot be trusted
     """
 
     name: str
     state: State
     detail: str
     needed: bool = False
+    wrong: bool = False
+
+    @property
+    def fails(self) -> bool:
+        """Whether the doctor's verdict is bad because of it."""
+        return (self.needed and self.state != "ok") or (self.wrong and self.state == "broken")
 
 
 class ProbeError(Exception):
@@ -45,15 +60,15 @@ class AbsentError(Exception):
     """A probe's own verdict: the thing is not there."""
 
 
-def probe(name: str, look: Callable[[], str], *, needed: bool = False) -> Finding:
+def probe(name: str, look: Callable[[], str], *, needed: bool = False, wrong: bool = False) -> Finding:
     """Runs one probe; whatever it raises is its finding."""
     try:
-        return Finding(name, "ok", look(), needed)
+        return Finding(name, "ok", look(), needed, wrong)
     except AbsentError as error:
-        return Finding(name, "missing", str(error), needed)
+        return Finding(name, "missing", " ".join(str(error).split()), needed, wrong)
     except Exception as error:  # noqa: BLE001 - a finding, whatever it is
         text = str(error) if isinstance(error, ProbeError) else f"{type(error).__name__}: {error}"
-        return Finding(name, "broken", " ".join(text.split()), needed)
+        return Finding(name, "broken", " ".join(text.split()), needed, wrong)
 
 
 def _package(name: str, purpose: str) -> ModuleType:
@@ -92,13 +107,24 @@ def _transformers() -> str:
     return f"{found}, supported"
 
 
+def _nvrtc_kernels() -> Any:
+    """The kernels that GPUs share and their compiler, as calls get them: importing them needs no GPU."""
+    return import_module("flashqsa.pipeline").kernel_set("nvrtc")
+
+
 def _nvrtc() -> str:
-    for name in NVRTC_PACKAGES:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            continue
-    raise AbsentError("not installed; compiles CUDA C++ kernels, none of which a route of this release takes")
+    """Every NVRTC that opens here, whoever brought it: that is where kernels look, too."""
+    libraries = _nvrtc_kernels().library.installed()
+    if not libraries:
+        raise AbsentError(
+            "not found; GPUs compile top-k, worklists, writes and Hopper's attention with it: torch's CUDA builds "
+            "bring it, else pip install nvidia-cuda-nvrtc"
+        )
+    found = [
+        f"{library.version[0]}.{library.version[1]} for sm_{min(library.archs)} to sm_{max(library.archs)}"
+        for library in sorted(libraries, key=lambda library: library.version)
+    ]
+    return "; ".join(found)
 
 
 def _package_itself() -> str:
@@ -162,11 +188,56 @@ def _device_routes(name: str) -> Callable[[], str]:
             for stage in routes.CANDIDATES:
                 decision = explain.stage_decision(stage, call, facts)
                 if isinstance(decision, routes.NoRouteError):
-                    reasons = {refusal.reason for refusal in decision.refused}
-                    raise AbsentError(f"{facts.name} ({facts.arch}): no route; {'; '.join(sorted(reasons))}")
+                    raise AbsentError(f"{facts.name} ({facts.arch}): no route; {_why_no_route(facts)}")
                 taken.append(str(decision.route))
             found.append(f"{what} {' then '.join(taken)}")
         return f"{facts.name} ({facts.arch}): {', '.join(found)}"
+
+    return look
+
+
+def _why_no_route(facts: Any) -> str:
+    """What a device lacks that no call of the doctor's has a route on, and what to do."""
+    if facts.missing:
+        sets = ", ".join(sorted(kernel_set for kernel_set, _ in facts.missing))
+        reasons = "; ".join(sorted({reason for _, reason in facts.missing}))
+        return f"{reasons}, which its kernels ({sets}) need; torch's CUDA builds for Linux bring Triton"
+    if facts.capability is not None and facts.capability < FIRST_WITH_KERNELS:
+        return (
+            f"{facts.arch} has no kernels yet, which begin at sm_{FIRST_WITH_KERNELS[0]}{FIRST_WITH_KERNELS[1]}; "
+            "route='reference' runs, in FP64 and row by row, for checking"
+        )
+    return f"no kernels are made for {facts.arch}; route='reference' runs, in FP64 and row by row, for checking"
+
+
+def _nvrtc_of(name: str) -> Callable[[], str]:
+    def look() -> str:
+        torch = import_module("torch")
+        kernels = _nvrtc_kernels()
+        facts = import_module("flashqsa.device").facts_of(torch.device(name))
+        try:
+            found, arch = kernels.nvrtc_for(facts.capability)
+        except kernels.NvrtcNotFoundError as error:
+            raise AbsentError(str(error)) from error
+        folder = kernels.compiler.cache_folder()
+        return f"NVRTC {found.version[0]}.{found.version[1]} ({found.path}) compiles for {arch}; cubins in {folder}"
+
+    return look
+
+
+def _gpu_self_test(name: str) -> Callable[[], str]:
+    """Two small cases through the kernels of a GPU, against the reference on the CPU. The first run compiles."""
+
+    def look() -> str:
+        verify = import_module("flashqsa.testing.verify")
+        named = import_module("flashqsa.testing.cases").named
+        told = []
+        for case in GPU_CASES:
+            result = verify.verify_case(named(case), name)
+            if not result.passed:
+                raise ProbeError(str(result))
+            told.append(str(result))
+        return "; ".join(told)
 
     return look
 
@@ -190,34 +261,54 @@ def findings() -> list[Finding]:
         probe("safetensors", _plain("safetensors", "captures need it: pip install safetensors"), needed=True),
         probe("flashqsa", _package_itself, needed=True),
         probe("transformers", _transformers),
-        probe("triton", _plain("triton", "kernels for GPUs, none of which a route of this release takes, need it")),
+        probe(
+            "triton",
+            _plain("triton", "GPUs from sm_80 on score, attend and merge with it; torch's CUDA builds bring it"),
+        ),
         probe("nvrtc", _nvrtc),
-        probe("cuda-bindings", lambda: _distribution("cuda-bindings", "launches kernels compiled by NVRTC")),
         probe("matplotlib", _plain("matplotlib", "flashqsa stats --plot needs it: pip install 'flashqsa[plot]'")),
         probe("knobs", _knobs),
     ]
-    for name in _devices():
+    devices = _devices()
+    for name in devices:
         found.append(probe(f"routes on {name}", _device_routes(name), needed=name == "cpu"))
     found.append(probe("self-test on cpu", _self_test, needed=True))
+    for name in devices[1:]:
+        found += _gpu_findings(name, {finding.name: finding.state for finding in found})
     return found
 
 
-def _distribution(name: str, purpose: str) -> str:
-    try:
-        return version(name)
-    except PackageNotFoundError:
-        raise AbsentError(f"not installed; {purpose}") from None
+def _gpu_findings(name: str, states: dict[str, State]) -> list[Finding]:
+    """What a GPU compiles with, and its self-test; nothing where it has no route."""
+    if states[f"routes on {name}"] != "ok":
+        return []
+    compiler = probe(f"compiler for {name}", _nvrtc_of(name))
+    if compiler.state != "ok":
+        return [compiler]
+    return [compiler, probe(f"self-test on {name}", _gpu_self_test(name), wrong=True)]
+
+
+def working_gpus(found: list[Finding]) -> list[str]:
+    """GPUs whose self-test passed."""
+    tests = [f.name.removeprefix("self-test on ") for f in found if f.name.startswith("self-test") and f.state == "ok"]
+    return [name for name in tests if name != "cpu"]
 
 
 def doctor(screen: Screen, json_target: str | None) -> int:
-    """Shows every finding. The exit code is OK where everything that the CPU road needs is."""
+    """Shows every finding.
+
+    The exit code is OK where everything that the CPU road needs is, and no GPU's self-test found a fault. A GPU without
+    a route, or without a compiler, is told and is no failure.
+    """
     found = findings()
     works = all(finding.state == "ok" for finding in found if finding.needed)
+    failing = [finding.name for finding in found if finding.fails]
+    gpus = working_gpus(found)
     screen.table("flashqsa doctor", ("what", "state", "detail"), [(f.name, f.state, f.detail) for f in found])
     if works:
-        screen.line("FlashQSA works on this machine's CPU.")
-    else:
-        names = ", ".join(finding.name for finding in found if finding.needed and finding.state != "ok")
-        screen.line(f"FlashQSA does not work here: see {names}.")
-    write_json(json_target, {"works_on_cpu": works, "findings": [asdict(finding) for finding in found]})
-    return OK if works else FAILED
+        screen.line(" and ".join(["FlashQSA works on this machine's CPU", *gpus]) + ".")
+    if failing:
+        screen.line(f"FlashQSA does not work {'everywhere ' if works else ''}here: see {', '.join(failing)}.")
+    report = {"works_on_cpu": works, "works_on": gpus, "findings": [asdict(finding) for finding in found]}
+    write_json(json_target, report)
+    return FAILED if failing else OK
