@@ -28,7 +28,7 @@ RoutePin = Annotated[
     ),
 ]
 Verbose = Annotated[bool, typer.Option("--verbose", help="Show everything that is logged, not route lines alone.")]
-Seed = Annotated[int, typer.Option("--seed", help="Seed of a preset's random weights.")]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of a preset's random weights.")]
 Threads = Annotated[int | None, typer.Option("--threads", metavar="N", help="CPU threads; torch's choice by default.")]
 CaseName = Annotated[
     str | None, typer.Option("--case", metavar="NAME", help="Take a named case of `flashqsa verify --list`.")
@@ -395,7 +395,7 @@ def bench(
         int, typer.Option("--check-rows", metavar="N", help="Rows compared with the reference in cases of over 64.")
     ] = 24,
     route: RoutePin = None,
-    seed: Annotated[int, typer.Option("--seed", help="Seed of the inputs.")] = 0,
+    seed: Annotated[int, typer.Option("--seed", min=0, max=2**32 - 1, help="Seed of the inputs.")] = 0,
     threads: Threads = None,
     plot: Annotated[
         Path | None,

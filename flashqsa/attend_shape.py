@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import ClassVar, cast
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -28,15 +28,17 @@ class Layout:
     alignment_bytes  largest power of two, up to 16, at whose multiples every head of the tensors begins
     token_bytes      distance of neighbouring tokens of a page, the larger of keys and values
     last_place       offset of the last block of a pool, in units of `place_unit`
+    unit_bytes       of such a unit
 
     >>> pool = torch.zeros(3, 2, 16, 2, 256, dtype=torch.float16)
     >>> Layout.of(KvCache.interleaved(pool, torch.zeros(1, 3, dtype=torch.int32)), QsaSpec())
-    Layout(alignment_bytes=16, token_bytes=1024, last_place=19)
+    Layout(alignment_bytes=16, token_bytes=1024, last_place=19, unit_bytes=4096)
     """
 
     alignment_bytes: int = 16
     token_bytes: int = 0
     last_place: int = 0
+    unit_bytes: int = 0
 
     @staticmethod
     def of(kv_cache: KvCache, spec: QsaSpec, *others: Tensor | None) -> Layout:
@@ -53,7 +55,7 @@ class Layout:
                 (rows, heads, _), (row, head, _), size = tensor.shape, tensor.stride(), tensor.element_size()
                 found |= tensor.data_ptr() | (row * size if rows > 1 else 0) | (head * size if heads > 1 else 0)
         # The lowest bit of all offsets is the largest power of two that divides them.
-        return Layout(found & -found, token_bytes, last)
+        return Layout(found & -found, token_bytes, last, unit * kv_cache.keys.element_size())
 
 
 def place_unit(kv_cache: KvCache, spec: QsaSpec) -> int:
@@ -187,6 +189,10 @@ class Sm7xTile:
         return 1
 
 
+AttendTile = TritonTile | HopperTile | Sm7xTile
+"""How a program cuts its work, whichever kernel it runs. A launcher takes its own kind and refuses the others."""
+
+
 @dataclass(frozen=True)
 class Split:
     """Which units (a window and a KV head each) are cut: the first `whole` are not, each other one into `parts`.
@@ -268,7 +274,7 @@ class AttendShape:
     cuts        whether units may be cut
     """
 
-    tile: TritonTile | HopperTile
+    tile: AttendTile
     capacity: int
     slots: int
     unit_tiles: int
@@ -319,6 +325,59 @@ MOST_TOKEN_BYTES = 1 << 30
 """The producers of Hopper's own kernel hold the distance of tokens, and of a block's four, in 32 bits."""
 
 
+RANKED_ENTRIES, RANKED_ENTRIES_TURING = 2048, 1024
+"""Entries whose masks the worklist puts together in shared memory at a time: a union of 10 rows of the `far` regime has
+1,408. Where a program has 64 KiB, the bitmap of a request of 1,048,576 tokens takes 50,180 bytes of them."""
+
+MIN_BITMAP_BLOCKS = 1024
+"""Fewest blocks that a worklist's bitmap has room for."""
+
+
+def ranked_entries(capability: tuple[int, int]) -> int:
+    """Entries that a device's worklist ranks at a time. What is listed does not depend on it.
+
+    >>> ranked_entries((7, 0)), ranked_entries((7, 5)), ranked_entries((9, 0))
+    (2048, 1024, 2048)
+    """
+    return RANKED_ENTRIES_TURING if capability == (7, 5) else RANKED_ENTRIES
+
+
+def worklist_bytes(blocks: int, ranked: int) -> int:
+    """Dynamic shared memory of a worklist program: a bitmap of so many blocks, and so many ranked entries.
+
+    Per 32 blocks a word of bits and a 16-bit prefix, per 1,024 blocks a 32-bit prefix; per ranked entry a mask and an
+    id. Room is made for the next powers of two: each size is a kernel to load, and a bound on positions that grows from
+    step to step must not load one each time.
+
+    >>> worklist_bytes(262_144, 2048), worklist_bytes(262_144, 1024), worklist_bytes(5, 32)
+    (66576, 58384, 464)
+    """
+    room = 1 << max(blocks - 1, MIN_BITMAP_BLOCKS - 1).bit_length()
+    words = room // 32
+    entries = 1 << max(ranked - 1, 0).bit_length()
+    size = 4 * words + 4 * (-(-words // 32) + 1) + 8 * entries + 2 * words
+    return -(-size // 16) * 16
+
+
+STATIC_SHARED_BYTES = 512
+"""Of a worklist program besides: requests, positions and counts of its rows."""
+
+
+def worklist_refusal(spec: QsaSpec, max_position: int, facts: DeviceFacts) -> str | None:
+    """Why a device cannot list what a call's rows have to read, or None when it can.
+
+    >>> worklist_refusal(QsaSpec(block_tokens=1), 1_048_575, DeviceFacts.named("rtx4090"))
+    'worklists of 1048576 blocks need 217616 bytes of shared memory, the device has 101376'
+    """
+    blocks = max(max_position, 0) // spec.block_tokens + 1
+    needed = worklist_bytes(blocks, ranked_entries(facts.capability or (0, 0))) + STATIC_SHARED_BYTES
+    if needed <= facts.shared_memory_bytes:
+        return None
+    return (
+        f"worklists of {blocks} blocks need {needed} bytes of shared memory, the device has {facts.shared_memory_bytes}"
+    )
+
+
 def attend_refusal(spec: QsaSpec, cache_dtype: torch.dtype, layout: Layout, facts: DeviceFacts) -> str | None:
     """Why Triton's attention cannot serve a layer on a device, or None when it can.
 
@@ -361,8 +420,8 @@ def hopper_refusal(
         return f"made for FP16 and BF16 queries with a cache of their dtype or FP8, got {found}"
     if layout.alignment_bytes < 16:
         return f"made for heads that begin at multiples of 16 bytes, got multiples of {layout.alignment_bytes}"
-    if layout.token_bytes >= MOST_TOKEN_BYTES:
-        return f"tokens lie {layout.token_bytes} bytes apart, more than 32 bits address"
+    if max(layout.token_bytes, layout.unit_bytes) >= MOST_TOKEN_BYTES:
+        return f"tokens lie {max(layout.token_bytes, layout.unit_bytes)} bytes apart, more than 32 bits address"
     if layout.last_place >= PLACES:
         return f"the cache's strides put blocks at {layout.last_place} units, more than 32 bits address"
     return None
@@ -474,15 +533,14 @@ def attend_shape(
     >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("a100")).tile.group_rows
     5
     >>> attend_shape(QsaSpec(), 1616, 1, 37_999, DeviceFacts.named("v100"), sm7x=True).split(1616, QsaSpec())
-    Split(units=324, whole=240, parts=2, inside=True)
+    Split(units=324, whole=320, parts=8, inside=True)
     """
     heads = spec.heads_per_kv_head
     together = 1 if alone else max(-(-rows // max(requests, 1)), 1)
-    tile: TritonTile | HopperTile
+    tile: AttendTile
     if sm7x:
         held = window_rows(together, Sm7xTile.LINES // heads, sm7x_table.MOST_ROWS)
-        # The launchers of `AttendKernels` take their own kind of tile and refuse the others.
-        tile = cast("HopperTile", Sm7xTile(held, spec.head_dim, facts.capability or (0, 0)))
+        tile = Sm7xTile(held, spec.head_dim, facts.capability or (0, 0))
     elif hopper:
         held = HopperTile.LINES // heads
         if together <= held or held >= attend_table.HOPPER_ROWS or cache_bytes == 1:

@@ -30,7 +30,8 @@ from flashqsa.values import (
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 MAX_SCALE = 2.0**100
-"""Largest FP8 scale: kernels fold it with other factors in FP32, which must not overflow."""
+MIN_SCALE = 2.0**-60
+"""Largest and smallest FP8 scale: kernels fold it with other factors in FP32, and no product may overflow or vanish."""
 
 
 class InputError(ValueError):
@@ -92,12 +93,12 @@ def _scale(argument: str, scale: object, dtype: torch.dtype, heads: int | None, 
         raise InputError(argument, "a scale for an FP8 cache", "none")
     if isinstance(scale, Tensor) and heads is not None:
         _tensor(argument, scale, ("kv_heads",), (torch.float32,), device, (heads,))
-        if device.type == "cpu" and not bool(((scale > 0) & (scale <= MAX_SCALE)).all()):
-            raise InputError(argument, f"positive scales, at most {MAX_SCALE:g}", scale.tolist())
+        if device.type == "cpu" and not bool(((scale >= MIN_SCALE) & (scale <= MAX_SCALE)).all()):
+            raise InputError(argument, f"scales from {MIN_SCALE:g} to {MAX_SCALE:g}", scale.tolist())
     elif not isinstance(scale, (int, float)) or isinstance(scale, bool):
         raise InputError(argument, "a float" + (" or [kv_heads] float32" if heads else ""), type(scale).__name__)
-    elif not 0 < scale <= MAX_SCALE:
-        raise InputError(argument, f"a positive scale, at most {MAX_SCALE:g}", scale)
+    elif not MIN_SCALE <= scale <= MAX_SCALE:
+        raise InputError(argument, f"a scale from {MIN_SCALE:g} to {MAX_SCALE:g}", scale)
 
 
 def check_spec(spec: QsaSpec) -> QsaSpec:

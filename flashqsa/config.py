@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
+
 from flashqsa.device import DeviceFacts
 from flashqsa.tables import cpu as cpu_table
+from flashqsa.tables import score_sm7x as sm7x_table
 from flashqsa.tables import smxx as smxx_table
-from flashqsa.values import SEGMENT_BLOCKS, QsaSpec
+from flashqsa.values import FP8, SEGMENT_BLOCKS, QsaSpec
 
 MAX_GROUP_ROWS = 64
 """A worklist entry carries one 64-bit word of row bits."""
@@ -157,6 +160,20 @@ def score_config(
     return ScoreConfig(tile["rows"], window, columns, slices, runs, tile["warps"], tile["stages"], capability < (8, 9))
 
 
+MAX_BLOCKS = 1 << 18
+"""Blocks of the longest row that the exact top-k of GPUs ranks: 1,048,576 tokens in blocks of 4."""
+
+
+def topk_refusal(spec: QsaSpec, max_position: int) -> str | None:
+    """Why the exact top-k of GPUs cannot rank a call's rows, or None when it can.
+
+    >>> topk_refusal(QsaSpec(block_tokens=1), 1_048_575)
+    'rows of 1048576 blocks: the exact top-k ranks at most 262144'
+    """
+    blocks = spec.visible_blocks(max_position)
+    return None if blocks <= MAX_BLOCKS else f"rows of {blocks} blocks: the exact top-k ranks at most {MAX_BLOCKS}"
+
+
 def score_refusal(spec: QsaSpec, q_bytes: int, facts: DeviceFacts) -> str | None:
     """Why the score stage of `smxx` cannot score a layer on a device, or None when it can.
 
@@ -218,3 +235,184 @@ def topk_config(spec: QsaSpec, rows: int, facts: DeviceFacts) -> TopkConfig:
     # sm_75 holds 1,024 threads per multiprocessor, sm_86, sm_89 and sm_12x 1,536, the others 2,048.
     resident = 1024 if facts.capability == (7, 5) else 1536
     return TopkConfig(facts.capability, threads, resident if many else threads)
+
+
+@dataclass(frozen=True)
+class Sm7xScoreConfig:
+    """How the score stage of `sm7x` cuts its work.
+
+    capability       compute capability of the device it is compiled for
+    quad_pairs       whether its products are Volta's (m8n8k4), or else Turing's (m16n8k8)
+    rows             rows that a program has room for: 1, 2, 4, 8 or 16
+    window           rows that a program takes, at most `rows`
+    strips           tiles of 16 blocks that a warp scores at a time
+    warps            of a program
+    resident         programs that a multiprocessor should hold: bounds the registers of a thread
+    slice_blocks     blocks of a row that a program scores, whole strips
+    runs             requests of a window that have a program each; the last takes all that are left
+    product_columns  blocks whose products cuBLAS makes at a time for a call of one request; 0 for the paged scorer
+    """
+
+    capability: tuple[int, int]
+    quad_pairs: bool
+    rows: int
+    window: int
+    strips: int
+    warps: int
+    resident: int
+    slice_blocks: int
+    runs: int
+    product_columns: int = 0
+
+    @property
+    def strip_blocks(self) -> int:
+        """Blocks that a warp scores at a time."""
+        return self.strips * SM7X_TILE
+
+
+SM7X_TILE = 16
+"""Lines and columns of a matrix product of `sm7x`."""
+
+SM7X_MAX_INDEX_DIM = 256
+
+SM7X_SHARED_BYTES = 48 << 10
+"""Shared memory that queries of a program of `sm7x` may take: what every program has without asking for more."""
+
+
+def sm7x_query_bytes(spec: QsaSpec, rows: int) -> int:
+    """Shared memory that the queries of so many rows take in a program of `sm7x`, padding included (`line_units`).
+
+    >>> sm7x_query_bytes(QsaSpec(), 16)
+    20480
+    """
+    lines = -(-spec.index_heads * rows // SM7X_TILE) * SM7X_TILE
+    units = -(-spec.index_dim // 32) * 4
+    return lines * 16 * (units + (12 - units % 8) % 8)
+
+
+def sm7x_score_refusal(spec: QsaSpec, q_dtype: torch.dtype, cache_dtype: torch.dtype, facts: DeviceFacts) -> str | None:
+    """Why the score stage of `sm7x` cannot score a layer on a device, or None when it can.
+
+    >>> v100 = DeviceFacts.named("v100")
+    >>> sm7x_score_refusal(QsaSpec(), torch.float16, torch.float16, v100)
+    >>> sm7x_score_refusal(QsaSpec(), torch.bfloat16, torch.bfloat16, v100)
+    'BF16 index queries: sm_70 has no tensor cores for BF16, use FP16'
+    >>> sm7x_score_refusal(QsaSpec(index_dim=40), torch.float16, FP8, v100)
+    'index_dim must be a multiple of 16 up to 256, got 40'
+    """
+    if facts.capability is None or not (7, 0) <= facts.capability < (8, 0):
+        return f"made for sm_70 to sm_75, got {facts.arch}"
+    names = {torch.bfloat16: "BF16", torch.float32: "FP32"}
+    for what, dtype, allowed in (
+        ("index queries", q_dtype, (torch.float16,)),
+        ("an index cache", cache_dtype, (torch.float16, FP8)),
+    ):
+        if dtype not in allowed:
+            name = names.get(dtype, str(dtype))
+            return f"{name} {what}: {facts.arch} has no tensor cores for {name}, use FP16"
+    if spec.index_dim % 16 or not 16 <= spec.index_dim <= SM7X_MAX_INDEX_DIM:
+        return f"index_dim must be a multiple of 16 up to {SM7X_MAX_INDEX_DIM}, got {spec.index_dim}"
+    wanted = sm7x_query_bytes(spec, 1)
+    if wanted > SM7X_SHARED_BYTES:
+        return f"{spec.index_heads} index heads of {spec.index_dim} need {wanted} bytes of shared memory for one row"
+    return None
+
+
+def sm7x_score_config(
+    spec: QsaSpec,
+    rows: int,
+    requests: int,
+    max_position: int,
+    facts: DeviceFacts,
+    limit_bytes: int,
+    batch_invariant: bool = False,
+) -> Sm7xScoreConfig:
+    """The preferred configuration of `sm7x`'s score stage for some rows of a call. Raises ValueError for a CPU.
+
+    limit_bytes      workspace of the stage: cuBLAS's keys and products take half of it, scores the other
+    batch_invariant  takes the paged scorer with the same tile whatever the rows: cuBLAS chooses kernels by shape
+
+    >>> long = sm7x_score_config(QsaSpec(), 320, 1, 183_999, DeviceFacts.named("rtx8000"), 128 << 20)
+    >>> long.product_columns, long.rows
+    (11520, 16)
+    >>> sm7x_score_config(QsaSpec(), 320, 64, 32_767, DeviceFacts.named("v100"), 128 << 20).window    # 5 to verify
+    5
+    """
+    if facts.capability is None:
+        raise ValueError(f"no score configuration is made for {facts.arch}")
+    together = -(-rows // max(requests, 1))
+    tiles = [tile for tile in sm7x_table.TILES if sm7x_query_bytes(spec, tile["rows"]) <= SM7X_SHARED_BYTES]
+    tiles = tiles or [sm7x_table.TILES[0]]
+    tile = next((tile for tile in tiles if tile["rows"] >= together and not batch_invariant), tiles[-1])
+    even = rows == together * requests and 0 < together <= tile["rows"]
+    window = together if even else tile["rows"]
+    width = max(spec.visible_blocks(max_position), 1)
+    windows = max(-(-rows // window), 1)
+    strip = tile["strips"] * SM7X_TILE
+    slices = max(facts.multiprocessors * sm7x_table.PROGRAMS // windows, 1)
+    # A slice keeps every warp at work, where there are as many blocks.
+    round_blocks = strip * sm7x_table.WARPS
+    slice_blocks = -(-width // (slices * round_blocks)) * round_blocks
+    runs = 1 if even else min(max(requests, 1), tile["rows"], sm7x_table.MAX_RUNS)
+    columns = 0
+    if requests == 1 and not batch_invariant and sm7x_prefers_products(rows, width):
+        columns = _product_columns(spec, rows, width, limit_bytes // 2)
+    return Sm7xScoreConfig(
+        facts.capability,
+        facts.capability < (7, 5),
+        tile["rows"],
+        window,
+        tile["strips"],
+        sm7x_table.WARPS,
+        sm7x_resident(spec, tile["rows"], tile["strips"]),
+        slice_blocks,
+        runs,
+        columns,
+    )
+
+
+def sm7x_resident(spec: QsaSpec, rows: int, strips: int) -> int:
+    """Programs of 128 threads that the 65,536 registers of a multiprocessor hold without spilling.
+
+    >>> [sm7x_resident(QsaSpec(), rows, strips) for rows, strips in ((1, 1), (4, 1), (8, 2), (16, 2))]
+    [4, 4, 3, 2]
+    """
+    tiles = min(-(-spec.index_heads * rows // SM7X_TILE), 4) * strips
+    few = 2 if tiles > 4 or spec.index_dim > 128 else 3
+    return 4 if tiles == 1 and spec.index_dim <= 128 else few
+
+
+def sm7x_prefers_products(rows: int, width: int) -> bool:
+    """Whether cuBLAS scores so many rows of one request, of up to `width` blocks."""
+    return rows >= sm7x_table.PRODUCT_ROWS and rows * width >= sm7x_table.PRODUCT_SCORES
+
+
+def sm7x_score_chunk_rows(
+    spec: QsaSpec, rows: int, requests: int, max_position: int, limit_bytes: int, batch_invariant: bool = False
+) -> int:
+    """Rows to score at a time: `score_chunk_rows` within the limit, or within half of it where cuBLAS has the other.
+
+    >>> sm7x_score_chunk_rows(QsaSpec(), 1616, 1, 183_999, 128 << 20)
+    343
+    """
+    width = max(spec.visible_blocks(max_position), 1)
+    products = requests == 1 and not batch_invariant and sm7x_prefers_products(rows, width)
+    return score_chunk_rows(spec, rows, max_position, limit_bytes // 2 if products else limit_bytes)
+
+
+def sm7x_score_bytes(spec: QsaSpec, config: Sm7xScoreConfig, rows: int, max_position: int) -> int:
+    """Bytes of the scores and segment maxima of a chunk of rows, and of cuBLAS's keys and products."""
+    return rows * score_row_bytes(spec, max_position) + config.product_columns * _product_bytes(spec, rows)
+
+
+def _product_bytes(spec: QsaSpec, rows: int) -> int:
+    """Bytes of one gathered key in FP16 and of its products."""
+    return 2 * spec.index_dim + 4 * rows * spec.index_heads
+
+
+def _product_columns(spec: QsaSpec, rows: int, width: int, limit_bytes: int) -> int:
+    unit = sm7x_table.PRODUCT_COLUMNS
+    most = max(limit_bytes // _product_bytes(spec, rows) // unit, 1)
+    all_units = -(-width // unit)
+    # Even chunks: a narrow last one would leave most of a device without work.
+    return -(-all_units // -(-all_units // most)) * unit

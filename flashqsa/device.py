@@ -56,15 +56,19 @@ class DeviceFacts:
 def kernel_sets_for(capability: tuple[int, int] | None) -> frozenset[str]:
     """Kernel sets of this package that have an image for a compute capability (None: a CPU).
 
-    `smxx` is compiled on the machine, for Ampere (8.x) to Blackwell (12.x); `sm90` has instructions of 9.0 alone;
-    `reference` is plain torch and runs anywhere.
+    `sm7x` and `smxx` are compiled on the machine, the one for Volta and Turing (7.x), the other for Ampere (8.x) to
+    Blackwell (12.x); `sm90` has instructions of 9.0 alone; `reference` is plain torch and runs anywhere.
 
     >>> sorted(kernel_sets_for((9, 0))), sorted(kernel_sets_for((12, 0)))
     (['reference', 'sm90', 'smxx'], ['reference', 'smxx'])
+    >>> sorted(kernel_sets_for((7, 5)))
+    ['reference', 'sm7x']
     """
     if capability is None:
         return frozenset({"cpu", "reference"})
     sets = {"reference"}
+    if capability[0] == 7:
+        sets.add("sm7x")
     if 8 <= capability[0] <= 12:
         sets.add("smxx")
     if capability == (9, 0):

@@ -388,7 +388,7 @@ def _announced(plan: Plan, stage: Stage, rows: Rows) -> Route:
     return decision.route
 
 
-WRITING_SETS = ("smxx", "cpu")
+WRITING_SETS = ("smxx", "sm7x", "cpu")
 """Kernel sets that write caches, in order of preference."""
 
 

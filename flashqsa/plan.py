@@ -17,17 +17,23 @@ from flashqsa.attend_shape import AttendShape, attend_shape
 from flashqsa.config import (
     AttendConfig,
     ScoreConfig,
+    Sm7xScoreConfig,
     TopkConfig,
     attend_config,
     score_chunk_rows,
     score_config,
     score_row_bytes,
+    sm7x_score_bytes,
+    sm7x_score_chunk_rows,
+    sm7x_score_config,
     topk_config,
 )
 from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.route import Call, Decision, NoRouteError, Route, Stage, choose_route
 
 FLOAT_BYTES = 4
+
+GPU_SETS = ("smxx", "sm90", "sm7x")
 
 STAGES: tuple[Stage, ...] = ("select", "attend")
 
@@ -36,7 +42,7 @@ STAGES: tuple[Stage, ...] = ("select", "attend")
 class ChunkConfig:
     """How the score and top-k kernels of GPUs cut a chunk of rows."""
 
-    score: ScoreConfig
+    score: ScoreConfig | Sm7xScoreConfig
     topk: TopkConfig
 
 
@@ -161,6 +167,8 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
         return SelectPlan(width, chunk, chunk * row_bytes, batch_invariant=call.batch_invariant)
     if choice.route.mode == "everything":
         return SelectPlan(width, max(call.rows, 1), 0, facts.capability)
+    if choice.route.kernel_set == "sm7x":
+        return _plan_sm7x_select(call, facts, width, limit_bytes)
     chunk = score_chunk_rows(spec, call.rows, call.max_position, limit_bytes)
 
     def config(rows: int) -> ChunkConfig:
@@ -180,10 +188,29 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
     )
 
 
+def _plan_sm7x_select(call: Call, facts: DeviceFacts, width: int, limit_bytes: int) -> SelectPlan:
+    spec, batch = call.spec, (call.requests, call.max_position)
+    chunk = sm7x_score_chunk_rows(spec, call.rows, *batch, limit_bytes, call.batch_invariant)
+
+    def score(rows: int) -> Sm7xScoreConfig:
+        return sm7x_score_config(spec, rows, *batch, facts, limit_bytes, call.batch_invariant)
+
+    whole, rest = score(chunk), call.rows % chunk or chunk
+    return SelectPlan(
+        width,
+        chunk,
+        sm7x_score_bytes(spec, whole, chunk, call.max_position),
+        facts.capability,
+        ChunkConfig(whole, topk_config(spec, chunk, facts)),
+        ChunkConfig(score(rest), topk_config(spec, rest, facts)),
+        call.batch_invariant,
+    )
+
+
 def plan_attend(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts, limit_bytes: int) -> AttendPlan:
     """Sizes of the attend stage within a workspace limit."""
     route = None if isinstance(choice, NoRouteError) else choice.route
-    if route is not None and route.kernel_set in ("smxx", "sm90"):
+    if route is not None and route.kernel_set in GPU_SETS:
         return _plan_gpu_attend(call, route, facts, limit_bytes)
     # The reference reads a row at a time on any device and takes no configuration: the CPU's is legal everywhere.
     mode = "xqa" if route is None or route.mode == "reference" else route.mode
@@ -210,10 +237,14 @@ def _plan_gpu_attend(call: Call, route: Route, facts: DeviceFacts, limit_bytes: 
         facts,
         cache_bytes=call.cache_dtype.itemsize,
         hopper=route.kernel_set == "sm90",
+        sm7x=route.kernel_set == "sm7x",
         alone=route.mode == "xqa",
         cuts=not call.batch_invariant,
     )
     rows = min(shape.chunk_rows(call.spec, limit_bytes), call.rows)
+    if shape.workspace_bytes(call.spec, rows) > limit_bytes:
+        # Parts of units that are cut do not fit: the device is less busy, and the limit is kept.
+        shape = replace(shape, cuts=False)
     return AttendPlan(
         attend_config("xqa", DeviceFacts.named("cpu")),
         shape.capacity,

@@ -15,8 +15,8 @@ from typing import Literal
 
 import torch
 
-from flashqsa.attend_shape import Layout, attend_refusal, hopper_refusal, prefers_triton
-from flashqsa.config import score_refusal
+from flashqsa.attend_shape import Layout, attend_refusal, hopper_refusal, prefers_triton, sm7x_refusal, worklist_refusal
+from flashqsa.config import score_refusal, sm7x_score_refusal, topk_refusal
 from flashqsa.device import DeviceFacts
 from flashqsa.values import QsaSpec
 
@@ -198,15 +198,29 @@ def _shares(call: Call, _facts: DeviceFacts) -> str | None:
 
 
 def _scores_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
-    return score_refusal(call.spec, call.index_q_bytes, facts)
+    return topk_refusal(call.spec, call.max_position) or score_refusal(call.spec, call.index_q_bytes, facts)
+
+
+def _lists(call: Call, facts: DeviceFacts) -> str | None:
+    return worklist_refusal(call.spec, call.max_position, facts)
 
 
 def _attends_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
-    return attend_refusal(call.spec, call.cache_dtype, call.layout, facts)
+    return attend_refusal(call.spec, call.cache_dtype, call.layout, facts) or _lists(call, facts)
 
 
 def _attends_on_sm90(call: Call, facts: DeviceFacts) -> str | None:
-    return hopper_refusal(call.spec, call.q_dtype, call.cache_dtype, call.layout, facts)
+    return hopper_refusal(call.spec, call.q_dtype, call.cache_dtype, call.layout, facts) or _lists(call, facts)
+
+
+def _scores_on_sm7x(call: Call, facts: DeviceFacts) -> str | None:
+    q_dtype, cache_dtype = call.index_q_dtype or call.q_dtype, call.index_cache_dtype or call.cache_dtype
+    refusal = sm7x_score_refusal(call.spec, q_dtype, cache_dtype, facts)
+    return topk_refusal(call.spec, call.max_position) or refusal
+
+
+def _attends_on_sm7x(call: Call, facts: DeviceFacts) -> str | None:
+    return sm7x_refusal(call.spec, call.q_dtype, call.cache_dtype, call.layout, facts) or _lists(call, facts)
 
 
 def _left_to_triton(call: Call, _facts: DeviceFacts) -> str | None:
@@ -228,6 +242,8 @@ def _for_checking(_call: Call, _facts: DeviceFacts) -> str | None:
 SELECT_CANDIDATES = (
     Candidate(Route("select", "everything", "smxx"), _only_below_budget),
     Candidate(Route("select", "plain", "smxx"), _scores_on_smxx),
+    Candidate(Route("select", "everything", "sm7x"), _only_below_budget),
+    Candidate(Route("select", "plain", "sm7x"), _scores_on_sm7x),
     Candidate(Route("select", "everything", "cpu"), _only_below_budget),
     Candidate(Route("select", "plain", "cpu")),
     Candidate(Route("select", "reference", "reference"), passed_over=_for_checking),
@@ -243,6 +259,10 @@ ATTEND_CANDIDATES = (
     Candidate(Route("attend", "grouped", "smxx"), _all(_attends_on_smxx, _needs_neighbours, _shares)),
     Candidate(Route("attend", "xqa", "sm90"), _attends_on_sm90, _left_to_triton_alone),
     Candidate(Route("attend", "xqa", "smxx"), _attends_on_smxx),
+    Candidate(Route("attend", "dense", "sm7x"), _all(_attends_on_sm7x, _only_without_selection, _shares)),
+    Candidate(Route("attend", "splitk", "sm7x"), _all(_attends_on_sm7x, _needs_few_rows, _shares)),
+    Candidate(Route("attend", "grouped", "sm7x"), _all(_attends_on_sm7x, _needs_neighbours, _shares)),
+    Candidate(Route("attend", "xqa", "sm7x"), _attends_on_sm7x),
     Candidate(Route("attend", "dense", "cpu"), _all(_only_without_selection, _shares)),
     Candidate(Route("attend", "grouped", "cpu"), _all(_needs_neighbours, _shares)),
     Candidate(Route("attend", "xqa", "cpu")),

@@ -59,9 +59,10 @@ inline void release(int first, int last, State state) {
 
 inline void run_block(int threads, std::function<void()> kernel) {
     body = kernel;
-    fibers = std::vector<Fiber>(threads);
+    if (int(fibers.size()) != threads) fibers = std::vector<Fiber>(threads);
     exchange.assign(threads, 0);
     for (auto& fiber : fibers) {
+        fiber.state = running;
         getcontext(&fiber.context);
         fiber.context.uc_stack.ss_sp = fiber.stack.data();
         fiber.context.uc_stack.ss_size = fiber.stack.size();

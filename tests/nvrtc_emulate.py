@@ -32,10 +32,16 @@ def build_emulator(source: Source, folder: Path) -> ctypes.CDLL:
     """Compiles a source's kernels. Raises CalledProcessError where g++ refuses it."""
     kernels = re.findall(r"__global__ void __launch_bounds__\(.*?\) (\w+)\(", source.read())
     assert kernels
+    emulator = "mma_emulator.hpp" if "mma.cuh" in source.headers else "nvrtc_emulator.hpp"
+    # One block runs at a time: what its threads share may be static, or the array that all kernels have.
+    body = re.sub(
+        r"(?m)^( +)extern __shared__ (\w+) dynamic\[\];", r"\1\2* const dynamic = (\2*)::dynamic;", source.read()
+    )
+    body = re.sub(r"(?m)^( +)__shared__", r"\1static", body)
     text = "\n".join(
         [
-            '#include "nvrtc_emulator.hpp"',
-            f'#include "{source.name}"',
+            f'#include "{emulator}"',
+            body,
             'extern "C" int emulate(const char* name, int programs, int threads, int shared_bytes, const char* packed,',
             "                       long long bytes) {",
             *(
@@ -47,11 +53,13 @@ def build_emulator(source: Source, folder: Path) -> ctypes.CDLL:
             "}",
         ]
     )
-    file, library = folder / f"{source.name}.cpp", folder / f"{source.name}.so"
+    variant = "-".join([source.name, *(f"{macro}{value}" for macro, value in source.defines)])
+    file, library = folder / f"{variant}.cpp", folder / f"{variant}.so"
     file.write_text(text)
     includes = [f"-I{HERE}", f"-I{source.folder}"]
     # Each operation rounds for itself, as the kernels' intrinsics do.
     options = ["-std=c++20", "-O1", "-w", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    options += source.options
     subprocess.run([str(CXX), *options, *includes, str(file), "-o", str(library)], check=True, capture_output=True)
     return ctypes.CDLL(str(library))
 
@@ -59,7 +67,7 @@ def build_emulator(source: Source, folder: Path) -> ctypes.CDLL:
 @contextmanager
 def emulated_launches(folder: Path) -> Iterator[None]:
     """Launches on CPU tensors run in the emulator; those on a GPU as ever."""
-    built: dict[str, ctypes.CDLL] = {}
+    built: dict[Source, ctypes.CDLL] = {}
     on_gpu = Kernel.launch
 
     def launch(kernel: Kernel, device: torch.device, programs: int, *arguments: int | float) -> None:
@@ -68,12 +76,12 @@ def emulated_launches(folder: Path) -> Iterator[None]:
             return
         if programs == 0:
             return
-        name = kernel.source.name
-        if name not in built:
-            built[name] = build_emulator(kernel.source, folder)
+        source = kernel.source
+        if source not in built:
+            built[source] = build_emulator(source, folder)
         packed = kernel.packing.pack(*arguments)
         sizes = (ctypes.c_int(programs), ctypes.c_int(kernel.threads), ctypes.c_int(kernel.shared_bytes))
-        outcome = built[name].emulate(kernel.function.encode(), *sizes, packed, ctypes.c_longlong(len(packed)))
+        outcome = built[source].emulate(kernel.function.encode(), *sizes, packed, ctypes.c_longlong(len(packed)))
         assert outcome == 0, f"{kernel.function}: {OUTCOMES[outcome]}"
 
     with pytest.MonkeyPatch.context() as patch:

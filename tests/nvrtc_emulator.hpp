@@ -46,7 +46,7 @@ inline float __fdiv_rn(float a, float b) { return a / b; }
 inline float __fsqrt_rn(float a) { return std::sqrt(a); }
 
 // What a program's dynamic shared memory is, at most.
-alignas(16) inline long long dynamic[1 << 12];
+alignas(16) inline long long dynamic[12 << 10];
 
 namespace emulator {
 

@@ -337,9 +337,9 @@ def test_scales(call: PublicCall, path: str) -> None:
     call.function(**fp8)
     error = refused(call, changed(fp8, path, to(None)))
     assert (error.argument, error.wanted, error.got) == (path, "a scale for an FP8 cache", "none")
-    for bad in (0.0, -1.0, math.inf, math.nan, 1e38):
+    for bad in (0.0, -1.0, math.inf, math.nan, 1e38, 1e-20):
         error = refused(call, changed(fp8, path, to(bad)))
-        assert (error.argument, error.wanted, error.got) == (path, "a positive scale, at most 1.26765e+30", str(bad))
+        assert (error.argument, error.wanted, error.got) == (path, "a scale from 8.67362e-19 to 1.26765e+30", str(bad))
     for other in ("1.0", True):
         error = refused(call, changed(fp8, path, to(other)))
         assert error.argument == path
@@ -354,8 +354,8 @@ def test_scales_per_head(path: str) -> None:
         (torch.ones(3), "shape [kv_heads] = [2]"),
         (torch.ones(2, 1), "1 dimensions [kv_heads]"),
         (torch.ones(2, dtype=torch.float64), "dtype float32"),
-        (torch.tensor([1.0, math.nan]), "positive scales, at most 1.26765e+30"),
-        (torch.tensor([1.0, -2.0]), "positive scales, at most 1.26765e+30"),
+        (torch.tensor([1.0, math.nan]), "scales from 8.67362e-19 to 1.26765e+30"),
+        (torch.tensor([1.0, -2.0]), "scales from 8.67362e-19 to 1.26765e+30"),
     ):
         error = refused(ATTEND, changed(fp8, path, to(bad)))
         assert (error.argument, error.wanted) == (path, wanted)

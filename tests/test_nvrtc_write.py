@@ -484,7 +484,7 @@ def test_a_graph_writes_what_its_rows_say_when_it_is_replayed(cache_dtype: torch
     kv_cache = KvCache(*kv_pool("interleaved", (15, 8, 2, 256), cache_dtype), table, scale, scale)
     generator = torch.Generator().manual_seed(2)
     replayed = (
-        ([(2, 0, 5), (0, 0, 3), (1, 0, 1)], {0: 2}),
+        ([(2, 0, 5), (0, 0, 3), (1, 0, 1)], {0: 3}),
         ([(0, 3, 13)], {5: 2}),
         ([(1, 1, 4), (2, 5, 8), (0, 13, 17)], {10: 2}),
         ([(1, 4, 5)], {0: 4, 1: 7}),

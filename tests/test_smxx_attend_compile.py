@@ -72,6 +72,7 @@ def test_every_shape_of_heads_has_a_tile(facts: DeviceFacts, heads: int, head_di
                 assert facts.capability == (9, 0)
                 assert tile.group_rows <= tile.consumers * (64 // heads)
             else:
+                assert isinstance(tile, TritonTile)
                 assert tile.group_rows * heads <= tile.lines
                 assert tile.tokens % spec.block_tokens == 0
                 assert tile.words == (cache_bytes == 1)

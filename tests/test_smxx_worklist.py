@@ -17,6 +17,7 @@ from flashqsa import reference
 from flashqsa.attend_shape import (
     LIST_PAD,
     PLACES,
+    RANKED_ENTRIES,
     HopperTile,
     Layout,
     attend_refusal,
@@ -26,7 +27,7 @@ from flashqsa.attend_shape import (
 )
 from flashqsa.device import DeviceFacts, facts_of
 from flashqsa.kernels.nvrtc import NvrtcNotFoundError, compile_source
-from flashqsa.kernels.nvrtc.worklist import RANKED_ENTRIES, WindowLists, list_windows, worklist_kernel
+from flashqsa.kernels.nvrtc.worklist import WindowLists, list_windows, worklist_kernel
 from flashqsa.kernels.sm90.attend import hopper_kernel
 from flashqsa.testing.cases import CASES, Case, named, spec_of
 from flashqsa.testing.inputs import build

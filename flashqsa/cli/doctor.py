@@ -23,12 +23,12 @@ MINIMUM_PYTHON = (3, 10)
 NVRTC_PACKAGES = ("nvidia-cuda-nvrtc-cu12", "nvidia-cuda-nvrtc-cu13", "nvidia-cuda-nvrtc")
 """Distributions that bring NVRTC; reports of benchmarks name their versions."""
 
-FIRST_WITH_KERNELS = (8, 0)
+FIRST_WITH_KERNELS = (7, 0)
 """The first compute capability that has kernels; GPUs before it get the reference, and only where it is pinned."""
 
-GPU_CASES = ("prefill-head-dim-256", "verify-model")
-"""Cases of `flashqsa verify` that a GPU's self-test runs: BF16 prefill and verify rows over an FP8 cache, of heads that
-every attention kernel takes."""
+GPU_CASES = ("1700-tokens-model", "verify-model")
+"""Cases of `flashqsa verify` that a GPU's self-test runs: FP16 rows of a prefill, and verify rows over an FP8 cache, of
+the model's heads. Every kernel set with kernels for GPUs takes them."""
 
 
 @dataclass(frozen=True)
@@ -204,7 +204,7 @@ def _why_no_route(facts: Any) -> str:
         return f"{reasons}, which its kernels ({sets}) need; torch's CUDA builds for Linux bring Triton"
     if facts.capability is not None and facts.capability < FIRST_WITH_KERNELS:
         return (
-            f"{facts.arch} has no kernels yet, which begin at sm_{FIRST_WITH_KERNELS[0]}{FIRST_WITH_KERNELS[1]}; "
+            f"{facts.arch} has no kernels, which begin at sm_{FIRST_WITH_KERNELS[0]}{FIRST_WITH_KERNELS[1]}; "
             "route='reference' runs, in FP64 and row by row, for checking"
         )
     return f"no kernels are made for {facts.arch}; route='reference' runs, in FP64 and row by row, for checking"

@@ -91,6 +91,8 @@ def call_of(question: Question) -> Call:
         raise UserError(f"--rows: wanted at most requests x context = {most}; got {question.rows}")
     q_dtype = dtype_named(question.dtype)
     cache_dtype = q_dtype if question.cache_dtype is None else dtype_named(question.cache_dtype, storage=True)
+    if cache_dtype not in (q_dtype, FP8):
+        raise UserError(f"--cache-dtype: wanted the queries' dtype or float8_e4m3fn; got {question.cache_dtype!r}")
     return Call(
         spec,
         question.rows,

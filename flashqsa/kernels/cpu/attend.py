@@ -205,7 +205,7 @@ def _factors(kv_cache: KvCache, spec: QsaSpec) -> tuple[Tensor, Tensor | None]:
     Each [kv_heads or 1, 1, 1, 1] FP32.
     """
     if kv_cache.keys.dtype != FP8:
-        return torch.tensor(spec.softmax_scale).view(1, 1, 1, 1), None
+        return torch.tensor(spec.softmax_scale, dtype=torch.float32).view(1, 1, 1, 1), None
     k_scale, v_scale = (
         torch.as_tensor(1.0 if scale is None else scale, dtype=torch.float32).detach().reshape(-1, 1, 1, 1)
         for scale in (kv_cache.k_scale, kv_cache.v_scale)

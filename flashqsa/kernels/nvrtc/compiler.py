@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from flashqsa import knobs
-from flashqsa.kernels.nvrtc.library import Nvrtc, nvrtc_for
+from flashqsa.kernels.nvrtc.library import VIRTUAL, Nvrtc, nvrtc_for
 
 logger = logging.getLogger("flashqsa")
 
@@ -47,6 +47,8 @@ class Source:
     headers  names of the files of the folder that it includes
     suffix   of the architecture: "a" for instructions that this very architecture alone has (`sm_90a`)
     folder   where the file is: this one, or another kernel set's
+    virtual  whether it becomes PTX of the virtual architecture (`compute_70`), which the driver of any newer device
+             compiles as it loads it: how kernels of devices that are not here are checked
 
     >>> Source("topk.cu", (("THREADS", 256), ("SEGMENTS", 2))).options
     ('-DTHREADS=256', '-DSEGMENTS=2')
@@ -58,6 +60,7 @@ class Source:
     headers: tuple[str, ...] = ()
     suffix: str = ""
     folder: Path = HERE
+    virtual: bool = False
 
     @property
     def options(self) -> tuple[str, ...]:
@@ -71,7 +74,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Compiled:
-    """A cubin and the compiler's log (with each kernel's registers, shared memory and spills).
+    """A cubin, or PTX where the source asks for it, and the compiler's log (with the cubin's registers and spills).
 
     folder  where they are kept; None where the cache folder cannot be written
     """
@@ -89,6 +92,8 @@ def compile_source(source: Source, capability: tuple[int, int]) -> Compiled:
     """
     library, arch = nvrtc_for(capability)
     arch += source.suffix
+    if source.virtual:
+        arch = arch.replace("sm_", VIRTUAL)
     text = source.read()
     headers = tuple((header, (source.folder / header).read_text("utf-8")) for header in source.headers)
     options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)

@@ -29,6 +29,9 @@ LOADER_NAMES = ("libnvrtc.so.13", "libnvrtc.so.12")
 
 SUCCESS = 0
 
+VIRTUAL = "compute_"
+"""What the names of virtual architectures begin with; those of real ones with `sm_`."""
+
 
 class NvrtcNotFoundError(RuntimeError):
     """No NVRTC of this machine compiles for the device; the message says what was found and what to install."""
@@ -54,9 +57,9 @@ class Nvrtc:
         """Compiles one CUDA C++ source.
 
         headers  (name, text) of the files it may include
-        options  of NVRTC; they must name a real architecture (`sm_..`)
+        options  of NVRTC; they name the architecture
 
-        Returns the cubin, or None where the source has errors, and the compiler's log.
+        Returns the cubin, of a virtual architecture the PTX, or None where the source has errors, and the log.
         """
         program, count = ctypes.c_void_p(), len(headers)
         texts = (ctypes.c_char_p * count)(*(text.encode() for _, text in headers))
@@ -67,7 +70,9 @@ class Nvrtc:
             given = (ctypes.c_char_p * len(options))(*(option.encode() for option in options))
             compiled = self.handle.nvrtcCompileProgram(program, len(options), given) == SUCCESS
             log = self._bytes("nvrtcGetProgramLog", program).rstrip(b"\0").decode(errors="replace").strip()
-            return (self._bytes("nvrtcGetCUBIN", program) if compiled else None), log
+            virtual = f"--gpu-architecture={VIRTUAL}"
+            made = "nvrtcGetPTX" if any(option.startswith(virtual) for option in options) else "nvrtcGetCUBIN"
+            return (self._bytes(made, program) if compiled else None), log
         finally:
             self._call("nvrtcDestroyProgram", ctypes.byref(program))
 

@@ -11,7 +11,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from flashqsa.attend_shape import AttendShape, HopperTile, Split, TritonTile
+from flashqsa.attend_shape import AttendShape, AttendTile, Split
 from flashqsa.kernels.nvrtc.worklist import WindowLists, empty_lists, list_windows
 from flashqsa.values import KvCache, Partial, QsaSpec, Rows, Selection
 
@@ -26,7 +26,7 @@ class AttendLaunch(Protocol):
         lists: WindowLists,
         rows: Rows,
         spec: QsaSpec,
-        tile: TritonTile | HopperTile,
+        tile: AttendTile,
         split: Split,
         gate: Tensor | None,
         out: Tensor,

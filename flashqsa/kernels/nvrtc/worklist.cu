@@ -38,6 +38,7 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
     int all_rows,
     int requests,
     int table_pages,
+    int pages,                                // of the cache
     int top_blocks,
     int group_rows,
     int block_tokens,
@@ -74,10 +75,12 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
     for (int i = tid; i < done_per_window; i += threads) done[(long long)window * done_per_window + i] = 0;
     if (tid < rows) {
         const int row = first_row + tid;
-        const int at = position[row], owner = request[row];
-        const bool live = owner >= 0 && owner < requests && at >= 0;
+        const int given = position[row], owner = request[row];
+        // What stands beside a -1 may be any number. Rows of no request, or past the bound on positions, see nothing.
+        const bool live = owner >= 0 && owner < requests && given >= 0 && given / block_tokens < max_blocks;
+        const int at = live ? given : -1;
         row_request[tid] = live ? owner : -1;
-        row_position[tid] = live ? at : -1;  // what stands beside a -1 may be any number
+        row_position[tid] = at;
         const int visible = (at + 1) / block_tokens;
         row_count[tid] = !live ? 0 : blocks ? min(max(count[row], 0), top_blocks) : visible;
     }
@@ -97,7 +100,8 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
     const auto write = [&](int entry, int block, word mask, int start, int stop) {
         const int column = block / page_blocks, in_page = block - column * page_blocks;
         const bool held = (word)column < (word)table_pages;
-        const int page = held ? __ldg(page_table + row_request[start] * table_stride + column) : -1;
+        const int found = held ? __ldg(page_table + row_request[start] * table_stride + column) : -1;
+        const int page = found < pages ? found : -1;
         if (page < 0) mask = 0;  // a hole: nobody reads it
         place[entry] = page < 0 ? 0 : page * k_page_units + in_page * k_block_units;
         if (value_place) value_place[entry] = page < 0 ? 0 : page * v_page_units + in_page * v_block_units;

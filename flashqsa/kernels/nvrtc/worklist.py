@@ -15,7 +15,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from flashqsa.attend_shape import LIST_PAD, MAX_WINDOW_ROWS, place_unit
+from flashqsa.attend_shape import LIST_PAD, MAX_WINDOW_ROWS, place_unit, ranked_entries, worklist_bytes
 from flashqsa.kernels.nvrtc.compiler import Source
 from flashqsa.kernels.nvrtc.driver import Kernel
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
@@ -23,10 +23,7 @@ from flashqsa.values import KvCache, QsaSpec, Rows, Selection
 THREADS = 512
 """Of a program, which lists one window."""
 
-RANKED_ENTRIES = 2048
-"""Entries whose masks are put together in shared memory at a time: a union of 10 rows of the `far` regime has 1,408."""
-
-PARAMETERS = "P" * 10 + "qq" + "i" * 16
+PARAMETERS = "P" * 10 + "qq" + "i" * 17
 """Parameter types of `flashqsa_worklist`."""
 
 
@@ -110,7 +107,7 @@ def list_windows(
 
     Blocks on a hole and ids that no row sees get masks of 0. Raises what `Kernel.launch` raises.
     """
-    ranked = min(RANKED_ENTRIES, lists.capacity)
+    ranked = min(ranked_entries(capability), lists.capacity)
     kernel = worklist_kernel(capability, bitmap_blocks(rows, spec), ranked)
     arguments = kernel_arguments(lists, selection, rows, spec, kv_cache, ranked)
     kernel.launch(rows.request.device, lists.windows, *arguments)
@@ -146,6 +143,7 @@ def kernel_arguments(
         rows.count,
         kv_cache.requests,
         table.shape[1],
+        kv_cache.keys.shape[0],
         spec.top_blocks,
         lists.group_rows,
         spec.block_tokens,
@@ -159,14 +157,11 @@ def kernel_arguments(
     )
 
 
-@cache
 def worklist_kernel(capability: tuple[int, int], blocks: int, ranked: int) -> Kernel:
-    """The kernel for a device, with the shared memory that a bitmap of so many blocks needs.
+    """The kernel for a device, with the shared memory that so many blocks and ranked entries need."""
+    return _kernel(capability, worklist_bytes(blocks, ranked))
 
-    Per 32 blocks a word of bits and a 16-bit prefix, per 1,024 blocks a 32-bit prefix; per ranked entry a mask and an
-    id. 262,144 blocks and 2,048 entries: 66,564 bytes.
-    """
-    words = -(-blocks // 32)
-    supers = -(-words // 32)
-    shared = 4 * words + 4 * (supers + 1) + 8 * ranked + 2 * words
-    return Kernel(Source("worklist.cu"), "flashqsa_worklist", PARAMETERS, capability, THREADS, -(-shared // 16) * 16)
+
+@cache
+def _kernel(capability: tuple[int, int], shared_bytes: int) -> Kernel:
+    return Kernel(Source("worklist.cu"), "flashqsa_worklist", PARAMETERS, capability, THREADS, shared_bytes)

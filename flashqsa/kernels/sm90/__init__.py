@@ -5,8 +5,8 @@ The folder has an attention kernel of its own and borrows the rest of the attend
 worklist, chunks  `kernels.nvrtc`, as every NVIDIA GPU
 merge             `kernels.smxx`
 
-Why it is worth a folder: on an H200 it attends 1,616 rows of 24/2 heads in 350 and 455 us mid and far, Triton's kernel in
-439 and 574 (`docs/kernels/attend.md`). Selecting and writing are `kernels.smxx`'s.
+Why it is worth a folder: on an H200 it attends 1,616 rows of 24/2 heads in 350 and 455 us mid and far, Triton's kernel
+in 439 and 574 (`docs/kernels/attend.md`). Selecting and writing are `kernels.smxx`'s.
 """
 
 from __future__ import annotations

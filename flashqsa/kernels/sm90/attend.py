@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from flashqsa.attend_shape import MAX_WINDOW_ROWS, HopperTile, Split, TritonTile
+from flashqsa.attend_shape import MAX_WINDOW_ROWS, AttendTile, HopperTile, Split
 from flashqsa.kernels.nvrtc import Kernel, Source
 from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows
@@ -29,7 +29,7 @@ def attend_hopper(
     lists: WindowLists,
     rows: Rows,
     spec: QsaSpec,
-    tile: HopperTile | TritonTile,
+    tile: AttendTile,
     split: Split,
     gate: Tensor | None,
     out: Tensor,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from flashqsa.config import ScoreConfig
 from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.nvrtc import topk as nvrtc_topk
 from flashqsa.kernels.nvrtc.everything import empty_selection
@@ -32,7 +33,10 @@ def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: 
 
 def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Scores:
     """Scores of a chunk of rows: see `score.score`."""
-    return paged_score.score(index_q, index_cache, rows, spec, plan.chunk_config(rows.count).score)
+    config = plan.chunk_config(rows.count).score
+    if not isinstance(config, ScoreConfig):
+        raise TypeError(f"wanted a ScoreConfig, got {config}")
+    return paged_score.score(index_q, index_cache, rows, spec, config)
 
 
 def topk(scores: Scores, out: Selection, plan: SelectPlan) -> None:

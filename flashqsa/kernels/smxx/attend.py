@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from flashqsa.attend_shape import HopperTile, Split, TritonTile
+from flashqsa.attend_shape import AttendTile, Split, TritonTile
 from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.kernels.smxx.merge import LN_2, finish_rows, merged_parts
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows
@@ -267,7 +267,7 @@ def attend_triton(
     lists: WindowLists,
     rows: Rows,
     spec: QsaSpec,
-    tile: TritonTile | HopperTile,
+    tile: AttendTile,
     split: Split,
     gate: Tensor | None,
     out: Tensor,
@@ -359,7 +359,8 @@ def _scales(kv_cache: KvCache, spec: QsaSpec) -> tuple[float | Tensor, float | T
     if isinstance(k_scale, Tensor) or isinstance(v_scale, Tensor):
         device = kv_cache.keys.device
         made = [
-            s if isinstance(s, Tensor) else torch.full((spec.kv_heads,), s, device=device) for s in (k_scale, v_scale)
+            s if isinstance(s, Tensor) else torch.full((spec.kv_heads,), s, dtype=torch.float32, device=device)
+            for s in (k_scale, v_scale)
         ]
         return made[0], made[1]
     return k_scale, v_scale

@@ -7,16 +7,17 @@ import triton.language as tl
 
 
 @triton.jit
-def find_blocks(table, block, wanted, PAGE_BLOCKS: tl.constexpr):
+def find_blocks(table, block, wanted, pages, PAGE_BLOCKS: tl.constexpr):
     """The page and the place within it of a request's blocks.
 
     table   pointer to the request's row of the page table, int32
     block   [n] int32 logical ids; the table is read only where `wanted` [n] holds
+    pages   of the cache: ids past them count as holes
 
     Returns page [n] int32, -1 on a hole and where not wanted, and place [n] int32.
     """
     page = tl.load(table + block // PAGE_BLOCKS, mask=wanted, other=-1)
-    return page, block % PAGE_BLOCKS
+    return tl.where(page < pages, page, -1), block % PAGE_BLOCKS
 
 
 @triton.jit

@@ -59,11 +59,15 @@ def load_lines(
 
 
 @triton.jit
-def load_seen(request, position, row, there, BLOCK_TOKENS: tl.constexpr):
-    """Request [n] of rows, and how many blocks they see [n]: none where a row is padding or not `there`."""
+def load_seen(request, position, row, there, requests, max_position, BLOCK_TOKENS: tl.constexpr):
+    """Request [n] of rows, and how many blocks they see [n]: none where a row is padding or not `there`.
+
+    Rows of no request, or past the bound on positions, count as padding: nothing is read or written for them.
+    """
     owner = tl.load(request + row, mask=there, other=-1)
     at = tl.load(position + row, mask=there, other=-1)
-    return owner, tl.where((owner >= 0) & (at >= 0), (at + 1) // BLOCK_TOKENS, 0)
+    live = (owner >= 0) & (owner < requests) & (at >= 0) & (at <= max_position)
+    return tl.where(live, owner, -1), tl.where(live, (at + 1) // BLOCK_TOKENS, 0)
 
 
 @triton.jit
@@ -165,6 +169,7 @@ def score_run(
     first,
     end,
     scale,
+    pages,
     TOP_BLOCKS: tl.constexpr,
     PAGE_BLOCKS: tl.constexpr,
     DIM: tl.constexpr,
@@ -186,12 +191,12 @@ def score_run(
     if most <= TOP_BLOCKS:
         # Every row takes all it sees, for which 0 is as good a score as any.
         for start in range(first, last, COLUMNS):
-            page, _ = find_blocks(table, start + column, start + column < last, PAGE_BLOCKS)
+            page, _ = find_blocks(table, start + column, start + column < last, pages, PAGE_BLOCKS)
             found = tl.where(page >= 0, 0.0, float("-inf"))[None, :] + tl.zeros((ROWS, COLUMNS), tl.float32)
             store_visible(found, row_values, row_maxima, start, seen, mine, ROWS, COLUMNS, SEGMENT, False)
     else:
         # Pages are looked up a tile ahead, so that loads of keys need not wait for them.
-        page, place = find_blocks(table, first + column, first + column < last, PAGE_BLOCKS)
+        page, place = find_blocks(table, first + column, first + column < last, pages, PAGE_BLOCKS)
         whole = first
         if ROWS >= 8:
             # Tiles that every row sees wholly need no mask on their columns, so their stores are 16 bytes wide.
@@ -200,7 +205,7 @@ def score_run(
             for start in tl.range(first, whole, COLUMNS, num_stages=STAGES):
                 here, here_place = page, place
                 ahead = start + COLUMNS + column
-                page, place = find_blocks(table, ahead, ahead < last, PAGE_BLOCKS)
+                page, place = find_blocks(table, ahead, ahead < last, pages, PAGE_BLOCKS)
                 found = score_tile(
                     q, keys, here, here_place, page_stride, place_stride, scale,
                     DIM, ROWS, HEADS, PADDED_HEADS, LOW_HEADS, COLUMNS, DECODE_FP8,
@@ -213,7 +218,7 @@ def score_run(
         for start in tl.range(whole, last, COLUMNS, num_stages=STAGES if ROWS < 8 else 1):
             here, here_place = page, place
             ahead = start + COLUMNS + column
-            page, place = find_blocks(table, ahead, ahead < last, PAGE_BLOCKS)
+            page, place = find_blocks(table, ahead, ahead < last, pages, PAGE_BLOCKS)
             found = score_tile(
                 q, keys, here, here_place, page_stride, place_stride, scale,
                 DIM, ROWS, HEADS, PADDED_HEADS, LOW_HEADS, COLUMNS, DECODE_FP8,
@@ -223,7 +228,9 @@ def score_run(
             store_visible(found, row_values, row_maxima, start, seen, mine, ROWS, COLUMNS, SEGMENT, MAXIMA)
 
 
-@triton.jit(do_not_specialize=["row_count", "window_rows", "table_stride", "maxima_stride"])
+@triton.jit(
+    do_not_specialize=["row_count", "requests", "max_position", "pages", "window_rows", "table_stride", "maxima_stride"]
+)
 def score_kernel(
     index_q,
     q_row_stride,
@@ -241,6 +248,9 @@ def score_kernel(
     maxima_stride,
     visible,
     row_count,
+    requests,
+    max_position,
+    pages,
     window_rows,
     scale,
     slice_blocks,
@@ -269,7 +279,7 @@ def score_kernel(
     run = tl.program_id(2)
     row = first_row + tl.arange(0, ROWS)
     there = row < end_row
-    owner, seen = load_seen(request, position, row, there, BLOCK_TOKENS)
+    owner, seen = load_seen(request, position, row, there, requests, max_position, BLOCK_TOKENS)
     if (first == 0) & (run == 0):
         tl.store(visible + row, seen, mask=there)
     waiting = seen > first
@@ -285,8 +295,8 @@ def score_kernel(
         table = page_table + tl.max(owner, axis=0).to(tl.int64) * table_stride
         score_run(
             q, keys, page_stride, place_stride, table, row_values, row_maxima, waiting, seen,
-            first, first + slice_blocks, scale, TOP_BLOCKS, PAGE_BLOCKS, DIM, ROWS, HEADS, PADDED_HEADS, LOW_HEADS,
-            COLUMNS, STAGES, SEGMENT, MAXIMA, DECODE_FP8,
+            first, first + slice_blocks, scale, pages, TOP_BLOCKS, PAGE_BLOCKS, DIM, ROWS, HEADS, PADDED_HEADS,
+            LOW_HEADS, COLUMNS, STAGES, SEGMENT, MAXIMA, DECODE_FP8,
         )  # fmt: skip
     else:
         takes_the_rest = run == tl.num_programs(2) - 1
@@ -295,8 +305,8 @@ def score_kernel(
             table = page_table + lead.to(tl.int64) * table_stride
             score_run(
                 q, keys, page_stride, place_stride, table, row_values, row_maxima, waiting & (owner == lead), seen,
-                first, first + slice_blocks, scale, TOP_BLOCKS, PAGE_BLOCKS, DIM, ROWS, HEADS, PADDED_HEADS, LOW_HEADS,
-                COLUMNS, STAGES, SEGMENT, MAXIMA, DECODE_FP8,
+                first, first + slice_blocks, scale, pages, TOP_BLOCKS, PAGE_BLOCKS, DIM, ROWS, HEADS, PADDED_HEADS,
+                LOW_HEADS, COLUMNS, STAGES, SEGMENT, MAXIMA, DECODE_FP8,
             )  # fmt: skip
             waiting = waiting & (owner != lead) & takes_the_rest
 
@@ -344,6 +354,9 @@ def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, c
             maxima_stride,
             visible,
             rows.count,
+            index_cache.requests,
+            rows.max_position,
+            keys.shape[0],
             config.window,
             spec.score_scale * (index_cache.scale or 1.0),
             slice_blocks,
