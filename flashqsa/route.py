@@ -229,12 +229,6 @@ def _left_to_triton(call: Call, _facts: DeviceFacts) -> str | None:
     return None
 
 
-def _left_to_triton_alone(call: Call, _facts: DeviceFacts) -> str | None:
-    if prefers_triton(call.spec, call.rows, call.requests, call.cache_dtype, alone=True):
-        return "windows of one row with few heads are faster in smxx's smaller tile"
-    return None
-
-
 def _for_checking(_call: Call, _facts: DeviceFacts) -> str | None:
     return "the reference is for checking: it runs only when pinned"
 
@@ -257,7 +251,7 @@ ATTEND_CANDIDATES = (
     Candidate(Route("attend", "splitk", "smxx"), _all(_attends_on_smxx, _needs_few_rows, _shares)),
     Candidate(Route("attend", "grouped", "sm90"), _all(_attends_on_sm90, _needs_neighbours, _shares)),
     Candidate(Route("attend", "grouped", "smxx"), _all(_attends_on_smxx, _needs_neighbours, _shares)),
-    Candidate(Route("attend", "xqa", "sm90"), _attends_on_sm90, _left_to_triton_alone),
+    Candidate(Route("attend", "xqa", "sm90"), _attends_on_sm90),
     Candidate(Route("attend", "xqa", "smxx"), _attends_on_smxx),
     Candidate(Route("attend", "dense", "sm7x"), _all(_attends_on_sm7x, _only_without_selection, _shares)),
     Candidate(Route("attend", "splitk", "sm7x"), _all(_attends_on_sm7x, _needs_few_rows, _shares)),

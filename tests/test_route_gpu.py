@@ -28,7 +28,9 @@ VERIFY = replace(DECODE, rows=64)
         (replace(PREFILL, **HALF, layout=Layout(alignment_bytes=8)), "smxx:grouped", "smxx:grouped"),
         (replace(PREFILL, **HALF, layout=Layout(token_bytes=1 << 30)), "smxx:grouped", "smxx:grouped"),
         (replace(PREFILL, **HALF, spec=replace(SPEC, head_dim=128)), "smxx:grouped", "smxx:grouped"),
-        (replace(PREFILL, **HALF, batch_invariant=True), "smxx:xqa", "smxx:xqa"),
+        (replace(PREFILL, **HALF, batch_invariant=True), "sm90:xqa", "smxx:xqa"),
+        (replace(DECODE, **HALF, batch_invariant=True), "sm90:xqa", "smxx:xqa"),
+        (replace(PREFILL, batch_invariant=True), "smxx:xqa", "smxx:xqa"),  # FP32
         (replace(PREFILL, **FP8_CACHE, batch_invariant=True), "sm90:xqa", "smxx:xqa"),
         (replace(DECODE, **HALF), "smxx:splitk", "smxx:splitk"),
         (replace(DECODE, **FP8_CACHE), "sm90:splitk", "smxx:splitk"),
