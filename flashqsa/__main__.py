@@ -424,6 +424,33 @@ def bench(
     raise typer.Exit(show.carried_out(json_target, work))
 
 
+@app.command()
+def build(
+    arch: Annotated[
+        str | None,
+        typer.Option(
+            "--arch",
+            metavar="LIST",
+            help="Compute capabilities, as '7.0;7.5'. By default FLASHQSA_CUDA_ARCH_LIST, or those of the GPUs here.",
+        ),
+    ] = None,
+    json_target: JsonTarget = None,
+) -> None:
+    """Compile CUDA C++ for GPUs that need not be here, so that calls need no compiler: for container images.
+
+    Fills the folder of FLASHQSA_CACHE_DIR. Triton's kernels are compiled at their first use all the same. The exit code
+    is 1 where something was not compiled.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.build import build
+
+        return build(arch, screen, json_target)
+
+    raise typer.Exit(show.carried_out(json_target, work))
+
+
 def main() -> None:
     """The `flashqsa` command."""
     app()

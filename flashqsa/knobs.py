@@ -102,7 +102,14 @@ NVRTC = Knob(
     "The NVRTC library to compile CUDA C++ with: a file, or a name the dynamic loader knows. Default: the best found.",
 )
 
-KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC)
+CUDA_ARCH_LIST = Knob(
+    "FLASHQSA_CUDA_ARCH_LIST",
+    "text",
+    "",
+    "What `flashqsa build` compiles for, as `7.0;7.5`. By default the GPUs of this machine.",
+)
+
+KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC, CUDA_ARCH_LIST)
 
 
 def workspace_bytes() -> int:

@@ -25,7 +25,7 @@ from flashqsa.values import QsaSpec, Rows, Selection
 
 transformers = pytest.importorskip("transformers")
 
-COMMANDS = ("run", "doctor", "explain", "verify", "capture", "replay", "stats")
+COMMANDS = ("run", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
 TINY = ["run", "--preset", "tiny", "--tokens", "150", "--chunk", "64", "--decode", "3"]
 
 

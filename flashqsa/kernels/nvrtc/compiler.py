@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 
 from flashqsa import knobs
-from flashqsa.kernels.nvrtc.library import VIRTUAL, Nvrtc, nvrtc_for
+from flashqsa.kernels.nvrtc.library import VIRTUAL, Nvrtc, NvrtcNotFoundError, nvrtc_for
 
 logger = logging.getLogger("flashqsa")
 
@@ -88,23 +88,78 @@ class Compiled:
 def compile_source(source: Source, capability: tuple[int, int]) -> Compiled:
     """The cubin of a source for a device: from this process, from the cache folder, or compiled now.
 
-    Raises CompileError for a source NVRTC refuses, NvrtcNotFoundError where no NVRTC knows the device.
+    Where no NVRTC here knows the device, an entry that another machine's made serves: `flashqsa build` fills a folder
+    for machines without a compiler. Raises CompileError for a source NVRTC refuses, NvrtcNotFoundError where no NVRTC
+    knows the device and no entry is kept.
     """
-    library, arch = nvrtc_for(capability)
-    arch += source.suffix
-    if source.virtual:
-        arch = arch.replace("sm_", VIRTUAL)
-    text = source.read()
-    headers = tuple((header, (source.folder / header).read_text("utf-8")) for header in source.headers)
-    options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)
-    facts = {"name": source.name, "options": list(options), "nvrtc": list(library.version), "arch": arch}
-    folder = cache_folder() / f"{Path(source.name).stem}-{arch}-{_key(facts, [(source.name, text), *headers])}"
+    try:
+        library, arch = nvrtc_for(capability)
+    except NvrtcNotFoundError:
+        kept = _kept_for(source, capability)
+        if kept is None:
+            raise
+        return kept
+    wanted = _Wanted.of(source, arch)
+    folder = cache_folder() / f"{wanted.name}-{_version_text(library.version)}"
     kept = _read_entry(folder)
     if kept is not None:
         return kept
-    cubin, log = _compile(library, source, text, headers, options)
-    files = [(source.name, text), *headers]
-    return Compiled(cubin, log, _write_entry(folder, facts, files, cubin, log))
+    cubin, log = _compile(library, source, wanted)
+    facts = {**wanted.facts, "nvrtc": list(library.version)}
+    return Compiled(cubin, log, _write_entry(folder, facts, wanted.files, cubin, log))
+
+
+@dataclass(frozen=True)
+class _Wanted:
+    """All that goes into a compilation, but for the compiler.
+
+    facts  what an entry says of it
+    files  (name, text) of the source, then of its headers
+    """
+
+    facts: Mapping[str, object]
+    files: tuple[tuple[str, str], ...]
+    options: tuple[str, ...]
+
+    @staticmethod
+    def of(source: Source, arch: str) -> _Wanted:
+        arch += source.suffix
+        if source.virtual:
+            arch = arch.replace("sm_", VIRTUAL)
+        headers = ((header, (source.folder / header).read_text("utf-8")) for header in source.headers)
+        options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)
+        facts = {"name": source.name, "options": list(options), "arch": arch}
+        return _Wanted(facts, ((source.name, source.read()), *headers), options)
+
+    @property
+    def name(self) -> str:
+        """What names of entries begin with, whichever compiler made them: its version follows."""
+        return f"{Path(str(self.facts['name'])).stem}-{self.facts['arch']}-{_key(self.facts, self.files)}"
+
+
+def _kept_for(source: Source, capability: tuple[int, int]) -> Compiled | None:
+    """The entry that the newest compiler made of a source for a device, or for an older one of its major version."""
+    major, minor = capability
+    for lower in range(minor, -1, -1):
+        wanted = _Wanted.of(source, f"sm_{major}{lower}")
+        made = cache_folder().glob(f"{wanted.name}-*")
+        for folder in sorted(
+            (f for f in made if _version_of(f) is not None), key=lambda f: _version_of(f) or (), reverse=True
+        ):
+            kept = _read_entry(folder)
+            if kept is not None:
+                return kept
+    return None
+
+
+def _version_text(version: tuple[int, int]) -> str:
+    return f"{version[0]}.{version[1]}"
+
+
+def _version_of(folder: Path) -> tuple[int, ...] | None:
+    """The compiler's version in the name of an entry; None for a folder that is not finished."""
+    version = folder.name.rpartition("-")[2].split(".")
+    return tuple(map(int, version)) if len(version) == 2 and all(part.isdecimal() for part in version) else None
 
 
 def cache_folder() -> Path:
@@ -112,13 +167,12 @@ def cache_folder() -> Path:
     return knobs.cache_folder() / "nvrtc"
 
 
-def _compile(
-    library: Nvrtc, source: Source, text: str, headers: Sequence[tuple[str, str]], options: Sequence[str]
-) -> tuple[bytes, str]:
-    cubin, log = library.compile(source.name, text, headers, options)
+def _compile(library: Nvrtc, source: Source, wanted: _Wanted) -> tuple[bytes, str]:
+    (_, text), *headers = wanted.files
+    cubin, log = library.compile(source.name, text, headers, wanted.options)
     if cubin is None:
-        version = ".".join(str(part) for part in library.version)
-        raise CompileError(f"NVRTC {version} ({library.path}) refused {source.name}, options {' '.join(options)}:", log)
+        version, options = _version_text(library.version), " ".join(wanted.options)
+        raise CompileError(f"NVRTC {version} ({library.path}) refused {source.name}, options {options}:", log)
     return cubin, log
 
 
