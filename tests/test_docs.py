@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 import typer.core
@@ -102,9 +103,13 @@ def unknown_names(text: str) -> list[str]:
                 home, names = flashqsa, [node.attr]
             else:
                 continue
-            # A module that nobody has imported yet is no attribute of its package.
-            found += [n for n in names if not hasattr(home, n) and find_spec(f"{home.__name__}.{n}") is None]
+            found += [name for name in names if not (hasattr(home, name) or is_module(home, name))]
     return found
+
+
+def is_module(home: ModuleType, name: str) -> bool:
+    """Whether a package has a module of that name, which nobody may have imported yet."""
+    return hasattr(home, "__path__") and find_spec(f"{home.__name__}.{name}") is not None
 
 
 def unknown_knobs(text: str) -> set[str]:
