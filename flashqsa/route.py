@@ -188,7 +188,7 @@ MOST_SPLIT_ROWS = 16
 def _needs_few_rows(call: Call, _facts: DeviceFacts) -> str | None:
     if call.rows_per_request <= MOST_SPLIT_ROWS:
         return None
-    return f"{call.rows_per_request} rows per request: made for at most {MOST_SPLIT_ROWS}"
+    return f"{call.rows_per_request} rows per request on average: made for at most {MOST_SPLIT_ROWS}"
 
 
 def _shares(call: Call, _facts: DeviceFacts) -> str | None:
