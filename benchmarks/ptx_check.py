@@ -142,6 +142,7 @@ def selection(work: Workload, facts: DeviceFacts) -> dict[str, Any]:
     assert work.index_q is not None
     assert work.index_cache is not None
     plan = plan_of(work, rows, facts).select
+    product_rows = plan.product_rows(rows, case.requests, spec)
     found: list[Selection] = []
     wanted: list[str | None] = []
     worst = 0.0
@@ -159,11 +160,11 @@ def selection(work: Workload, facts: DeviceFacts) -> dict[str, Any]:
             worst = max(worst, float((scores.values[-1, :seen] - exact.values[-1, :seen]).abs().max()))
         found.append(out)
     same = torch.equal(found[0].blocks, found[1].blocks) and torch.equal(found[0].count, found[1].count)
-    config = plan.chunk_config(min(plan.chunk_rows, rows.count)).score
     return {
         "case": str(case),
         "for": facts.arch,
-        "cublas": getattr(config, "product_columns", 0) > 0,
+        "rows": rows.count,
+        "rows_by_cublas": product_rows,
         "largest_score_error": worst,
         "full_sort_of_its_own_scores": wanted[0] if any(wanted) else "equal",
         "same_bits_twice": same,
@@ -190,7 +191,13 @@ def main() -> int:
                     content["cases"].append({"case": str(case), "for": facts.arch, "right": False, "why": str(error)})
                     break
                 say(content["cases"][-1])
-            for rows, requests, context in ((64, 1, 29_000), (1616, 1, 29_000), (4, 16, 9000), (1, 64, 40_000)):
+            for rows, requests, context in (
+                (64, 1, 29_000),
+                (1616, 1, 29_000),
+                (300, 3, 29_000),
+                (4, 16, 9000),
+                (1, 64, 40_000),
+            ):
                 for dtype in (HALF, FP8):
                     case = BenchCase("indexer", requests, rows, context, QsaSpec(), dtype, "far")
                     work = build_workload(case, GPU, 0, made)

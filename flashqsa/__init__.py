@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from flashqsa.check import InputError
     from flashqsa.device import DeviceFacts
     from flashqsa.knobs import KnobError
+    from flashqsa.merge import merge_lse
     from flashqsa.pipeline import (
         plan_batch,
         qsa_attention,
@@ -24,7 +25,8 @@ if TYPE_CHECKING:
     )
     from flashqsa.plan import Plan
     from flashqsa.route import Call, Decision, NoRouteError, Route, choose_route
-    from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
+    from flashqsa.support import Support, device_supported
+    from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Run, Scores, Selection
 
 _HOMES = {
     "Call": "route",
@@ -39,9 +41,13 @@ _HOMES = {
     "QsaSpec": "values",
     "Route": "route",
     "Rows": "values",
+    "Run": "values",
     "Scores": "values",
     "Selection": "values",
+    "Support": "support",
     "choose_route": "route",
+    "device_supported": "support",
+    "merge_lse": "merge",
     "plan_batch": "pipeline",
     "qsa_attention": "pipeline",
     "select_blocks": "pipeline",
@@ -63,10 +69,14 @@ __all__ = [
     "QsaSpec",
     "Route",
     "Rows",
+    "Run",
     "Scores",
     "Selection",
+    "Support",
     "__version__",
     "choose_route",
+    "device_supported",
+    "merge_lse",
     "plan_batch",
     "qsa_attention",
     "select_blocks",

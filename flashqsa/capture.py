@@ -38,10 +38,11 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from flashqsa import __version__, knobs
-from flashqsa.device import DeviceFacts, facts_of
+from flashqsa.device import DeviceFacts
+from flashqsa.machine import facts_here
 from flashqsa.plan import Plan
 from flashqsa.route import Decision, NoRouteError
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
+from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Run, Selection
 
 FORMAT = "flashqsa-capture"
 FORMAT_VERSION = 1
@@ -208,7 +209,8 @@ def load(folder: Path | str, device: torch.device | str = "cpu") -> Captured:
     tensors = _read_tensors(source, recorded, torch.device(device))
     try:
         spec = QsaSpec(**recorded["spec"])
-        rows = Rows(tensors["rows.request"], tensors["rows.position"], int(recorded["rows"]["max_position"]))
+        runs = _unpack_runs(recorded["rows"].get("runs"))
+        rows = Rows(tensors["rows.request"], tensors["rows.position"], int(recorded["rows"]["max_position"]), runs)
         function = str(recorded["function"])
         values = {name: _unpack(name, recorded["values"][name], tensors) for name in FUNCTIONS[function]}
         captured = Captured(function, spec, rows, values, recorded)
@@ -271,9 +273,9 @@ def _write(staging: Path, noted: Noted) -> None:
         "function": noted.function,
         "time": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "versions": {"flashqsa": __version__, "torch": torch.__version__, "python": platform.python_version()},
-        "device": facts_as_json(facts_of(rows.request.device)),
+        "device": facts_as_json(facts_here(rows.request.device)),
         "spec": dataclasses.asdict(spec),
-        "rows": {"count": rows.count, "max_position": rows.max_position},
+        "rows": {"count": rows.count, "max_position": rows.max_position, "runs": rows.runs},
         "call": {
             "rows": call.rows,
             "requests": call.requests,
@@ -415,6 +417,10 @@ def _unpack(name: str, entry: Mapping[str, Any], tensors: Mapping[str, Tensor]) 
         scale = entry["scale"]
         return IndexCache(keys, table, None if scale is None else _number(scale), tensors.get(f"{name}.raw_keys"))
     raise ValueError(f"{name} is of kind {kind!r}")
+
+
+def _unpack_runs(runs: Any) -> tuple[Run, ...] | None:
+    return None if runs is None else tuple(Run(*map(int, run)) for run in runs)
 
 
 def _unpack_scale(scale: Any, tensors: Mapping[str, Tensor]) -> float | Tensor | None:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from flashqsa import knobs
+from flashqsa.device import KNOWN_DEVICES, DeviceFacts
 from flashqsa.plan import Plan
 from flashqsa.route import PINS, Call, Stage, route_refusal
 from flashqsa.values import (
@@ -24,6 +25,7 @@ from flashqsa.values import (
     KvCache,
     QsaSpec,
     Rows,
+    Run,
     Selection,
 )
 
@@ -70,7 +72,7 @@ def _tensor(
     if tensor.ndim != len(dims):
         raise InputError(argument, f"{len(dims)} dimensions {layout}", f"{tensor.ndim}: {list(tensor.shape)}")
     for name, size in zip(dims[1:], tensor.shape[1:], strict=True):
-        if size == 0 and name != "table_pages":
+        if size == 0 and name not in ("table_pages", "rows"):
             raise InputError(argument, f"{name} of at least 1", list(tensor.shape))
     if tensor.device != device:
         raise InputError(argument, f"device {device}", tensor.device)
@@ -149,7 +151,17 @@ def check_rows(rows: Rows, device: torch.device) -> Rows:
     _tensor("rows.position", rows.position, ("rows",), (torch.int32,), device, (rows.count,))
     if not isinstance(rows.max_position, int) or not -1 <= rows.max_position < MAX_TOKENS:
         raise InputError("rows.max_position", f"a whole number from -1 to {MAX_TOKENS - 1}", rows.max_position)
+    if rows.runs is not None:
+        if not isinstance(rows.runs, tuple):
+            raise InputError("rows.runs", "a tuple of Run, or None", type(rows.runs).__name__)
+        if rows.run_fault is not None:
+            raise InputError("rows.runs", *rows.run_fault)
     return rows
+
+
+def _runs_within(rows: Rows, requests: int) -> None:
+    if rows.highest_request >= requests:
+        raise InputError("rows.runs", f"requests below {requests}", rows.highest_request)
 
 
 def check_kv_cache(cache: KvCache, spec: QsaSpec, device: torch.device, max_position: int) -> KvCache:
@@ -202,6 +214,7 @@ def _page_table(cache: str, table: Tensor, device: torch.device, page_tokens: in
 
 def check_index_q(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec) -> Tensor:
     """`index_q` [rows, index_heads, index_dim] in the index cache's dtype (any float for an FP8 cache)."""
+    _runs_within(rows, index_cache.requests)
     dtypes = FLOATS if index_cache.keys.dtype == FP8 else (index_cache.keys.dtype,)
     dims = ("rows", "index_heads", "index_dim")
     return _tensor(
@@ -211,6 +224,7 @@ def check_index_q(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: Qs
 
 def check_q(q: Tensor, kv_cache: KvCache, gate: Tensor | None, rows: Rows, spec: QsaSpec) -> Tensor:
     """`q` and `gate` [rows, q_heads, head_dim] in the KV cache's dtype (any float for an FP8 cache)."""
+    _runs_within(rows, kv_cache.requests)
     dtypes = FLOATS if kv_cache.keys.dtype == FP8 else (kv_cache.keys.dtype,)
     dims, shape = ("rows", "q_heads", "head_dim"), (rows.count, spec.q_heads, spec.head_dim)
     _tensor("q", q, dims, dtypes, rows.request.device, shape)
@@ -316,6 +330,25 @@ def check_pin(route: str | None) -> str | None:
     return route
 
 
+def check_device(device: torch.device | str | int | DeviceFacts) -> torch.device | DeviceFacts:
+    """The device that is meant: one of torch's, or facts of one that need not be here; InputError for anything else."""
+    wanted = f"a device, a CUDA device's number, DeviceFacts, or one of {', '.join(KNOWN_DEVICES)}"
+    if isinstance(device, (torch.device, DeviceFacts)):
+        return device
+    if isinstance(device, int) and not isinstance(device, bool) and device >= 0:
+        return torch.device("cuda", device)
+    if not isinstance(device, str):
+        raise InputError("device", wanted, repr(device))
+    try:
+        return torch.device(device)
+    except RuntimeError:
+        pass
+    try:
+        return DeviceFacts.named(device)
+    except KeyError:
+        raise InputError("device", wanted, repr(device)) from None
+
+
 def wants_value_checks(check_values: bool | None, device: torch.device) -> bool:
     """Whether to read tensors: the argument, else FLASHQSA_CHECK_VALUES, else only where it costs no device sync."""
     if check_values is not None:
@@ -350,6 +383,25 @@ def check_row_values(rows: Rows, requests: int, *, consecutive: bool = False) ->
     runs = held[:1].tolist() + held[1:][~same].tolist()
     if len(set(runs)) != len(runs):
         raise InputError("rows.request", "the rows of a request next to each other", "a request that comes twice")
+    if rows.runs:
+        _check_run_values(rows, rows.runs)
+
+
+def _check_run_values(rows: Rows, given: tuple[Run, ...]) -> None:
+    """Reads the row metadata behind `rows.runs`: each row its run's, within the bound, or padding."""
+    runs = torch.tensor(given, dtype=torch.int64, device=rows.request.device)
+    length = runs[:, 2] - runs[:, 1]
+    # Row by row: how many rows are left of its run, and its place among all rows.
+    ends = length.cumsum(0).repeat_interleave(length)
+    left = ends - 1 - torch.arange(ends.shape[0], device=ends.device)
+    place = runs[:, 2].repeat_interleave(length) - 1 - left
+    owner, bound = torch.full_like(rows.request, -1), torch.full_like(rows.position, rows.max_position)
+    owner[place] = runs[:, 0].repeat_interleave(length).int()
+    bound[place] = (runs[:, 3].repeat_interleave(length) - left).int()
+    live = rows.live
+    _entries("rows.runs", "the request of each row", rows.request, live & (owner >= 0) & (rows.request != owner))
+    wanted = "a last_position that no row's position passes"
+    _entries("rows.runs", wanted, rows.position, live & (rows.position > bound))
 
 
 def check_table_values(cache: str, table: Tensor, pages: int) -> None:
@@ -415,3 +467,34 @@ def check_requests(index_cache: IndexCache, kv_cache: KvCache) -> None:
     if index_cache.requests != kv_cache.requests:
         wanted = f"{index_cache.requests} requests, as index_cache has"
         raise InputError("kv_cache.page_table", wanted, kv_cache.requests)
+
+
+def check_parts(
+    outputs: Tensor | Sequence[Tensor], lses: Tensor | Sequence[Tensor], gate: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Outputs [parts, rows, q_heads, head_dim] and lses [parts, rows, q_heads] FP32 of parts of rows, contiguous."""
+    outputs, lses = _stacked("outputs", outputs), _stacked("lses", lses)
+    device, dims = outputs.device, ("parts", "rows", "q_heads", "head_dim")
+    _tensor("outputs", outputs, dims, FLOATS, device, (None,) * 4)
+    if not outputs.shape[0]:
+        raise InputError("outputs", "at least one part", "none")
+    _tensor("lses", lses, dims[:-1], (torch.float32,), device, tuple(outputs.shape[:-1]))
+    if gate is not None:
+        _tensor("gate", gate, dims[1:], FLOATS, device, tuple(outputs.shape[1:]))
+    return outputs, lses
+
+
+def _stacked(argument: str, parts: Tensor | Sequence[Tensor]) -> Tensor:
+    """Parts as one contiguous tensor."""
+    if isinstance(parts, Tensor):
+        return parts.contiguous()
+    if not isinstance(parts, (list, tuple)) or not all(isinstance(part, Tensor) for part in parts):
+        raise InputError(argument, "a tensor, or a list of one tensor for each part", type(parts).__name__)
+    if not parts:
+        raise InputError(argument, "at least one part", "none")
+    for part in parts[1:]:
+        for kind in ("device", "dtype", "shape"):
+            wanted, got = getattr(parts[0], kind), getattr(part, kind)
+            if wanted != got:
+                raise InputError(argument, f"parts of one {kind}, {wanted} as the first", got)
+    return torch.stack(tuple(parts))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from flashqsa.device import DeviceFacts
 from flashqsa.tables import cpu as cpu_table
+from flashqsa.tables import products as product_table
 from flashqsa.tables import score_sm7x as sm7x_table
 from flashqsa.tables import smxx as smxx_table
 from flashqsa.values import FP8, SEGMENT_BLOCKS, QsaSpec
@@ -85,6 +86,103 @@ def attend_config(mode: str, facts: DeviceFacts) -> AttendConfig:
     if refusal is not None:
         raise ValueError(f"{mode}: {refusal}")
     return config
+
+
+@dataclass(frozen=True)
+class FusedConfig:
+    """How a CPU selects while it scores.
+
+    tile_rows    rows scored at a time against a tile of keys
+    tile_blocks  keys of a tile, but for its last page's rest: at most FUSED_PIECE - 1 more
+    """
+
+    tile_rows: int
+    tile_blocks: int
+
+
+FUSED_PIECE = 64
+"""Most index keys that a CPU reads as one piece of a page."""
+
+FUSED_KEY_BYTES = 10
+"""Bytes of a number of an index key that is read: in FP32, as stored, and what decoding FP8 takes."""
+
+FUSED_LISTS = 5
+"""64-bit numbers that ranking a tile may list for each of its scores."""
+
+
+def fused_row_bytes(spec: QsaSpec, config: FusedConfig) -> int:
+    """Bytes that a row of a chunk keeps: its queries in FP32, and a number for each block of its selection and a tile.
+
+    >>> fused_row_bytes(QsaSpec(), FusedConfig(tile_rows=64, tile_blocks=1024))
+    14864
+    """
+    return 4 * spec.index_heads * spec.index_dim + 8 * (spec.top_blocks + config.tile_blocks + FUSED_PIECE + 2)
+
+
+def fused_tile_bytes(spec: QsaSpec, config: FusedConfig) -> int:
+    """Bytes of a tile: index keys as stored and in FP32 and their pages, products per index head, scores, and lists.
+
+    >>> fused_tile_bytes(QsaSpec(), FusedConfig(tile_rows=64, tile_blocks=1024))
+    5709824
+    """
+    blocks = config.tile_blocks + FUSED_PIECE
+    scores = 4 * spec.index_heads + 5 + 8 * FUSED_LISTS
+    return blocks * (FUSED_KEY_BYTES * spec.index_dim + 64 + config.tile_rows * scores)
+
+
+def fused_config(spec: QsaSpec, rows: int, width: int, limit_bytes: int, batch_invariant: bool) -> FusedConfig:
+    """The preferred tile of a CPU's fused selection, within a workspace limit that one row can keep.
+
+    rows             of the call
+    width            most blocks that a row sees
+    batch_invariant  takes a row at a time: the shape of a product decides its bits
+
+    >>> fused_config(QsaSpec(), 8192, 8192, 128 << 20, False)
+    FusedConfig(tile_rows=64, tile_blocks=1024)
+    >>> fused_config(QsaSpec(), 16, 262_144, 1 << 20, False)
+    FusedConfig(tile_rows=16, tile_blocks=256)
+    """
+    lines = 1 if batch_invariant else min(max(rows, 1), cpu_table.FUSED["tile_rows"])
+    blocks = min(cpu_table.FUSED["tile_blocks"], max(cpu_table.FUSED["products"] // (lines * spec.index_heads), 1))
+    config = FusedConfig(lines, blocks)
+    # Narrower tiles first: products of many rows are the faster ones.
+    while _fused_bytes(spec, config) > limit_bytes and config != FusedConfig(1, 1):
+        if config.tile_blocks > FUSED_PIECE or config.tile_rows == 1:
+            config = FusedConfig(config.tile_rows, max(config.tile_blocks // 2, 1))
+        else:
+            config = FusedConfig(config.tile_rows // 2, config.tile_blocks)
+    return config if batch_invariant else replace(config, tile_blocks=min(config.tile_blocks, width))
+
+
+def _fused_bytes(spec: QsaSpec, config: FusedConfig) -> int:
+    return fused_tile_bytes(spec, config) + config.tile_rows * fused_row_bytes(spec, config)
+
+
+def fused_chunk_rows(spec: QsaSpec, rows: int, config: FusedConfig, limit_bytes: int) -> int:
+    """Rows that keys are read for at a time, so that what they keep and a tile fit a workspace limit: at least one.
+
+    >>> fused_chunk_rows(QsaSpec(), 8192, FusedConfig(tile_rows=64, tile_blocks=1024), 8 << 20)
+    180
+    """
+    room = (limit_bytes - fused_tile_bytes(spec, config)) // fused_row_bytes(spec, config)
+    return max(min(room, rows, cpu_table.FUSED["chunk_rows"]), 1)
+
+
+def fused_loses(spec: QsaSpec, rows_per_request: int, max_position: int, batch_invariant: bool) -> str | None:
+    """Why a CPU should score a chunk in full before it selects, or None where selecting at once is as fast.
+
+    >>> fused_loses(QsaSpec(), 1616, 183_999, False)
+    >>> fused_loses(QsaSpec(), 1, 183_999, False)
+    'scores in full are faster below 64 rows per request, got 1'
+    """
+    blocks, least = spec.visible_blocks(max_position), cpu_table.FUSED_FROM
+    if batch_invariant:
+        return "batch_invariant scores a row at a time: scores in full are faster"
+    if rows_per_request < least["rows_per_request"]:
+        return f"scores in full are faster below {least['rows_per_request']} rows per request, got {rows_per_request}"
+    if blocks < least["blocks"]:
+        return f"scores in full are faster below {least['blocks']} blocks a row, got {blocks}"
+    return None
 
 
 @dataclass(frozen=True)
@@ -205,11 +303,19 @@ def score_chunk_rows(spec: QsaSpec, rows: int, max_position: int, limit_bytes: i
     >>> score_chunk_rows(QsaSpec(), 1616, 183_999, 128 << 20)
     544
     """
-    most = max(limit_bytes // score_row_bytes(spec, max_position), 1)
-    if rows <= most:
+    return even_chunk_rows(rows, limit_bytes // score_row_bytes(spec, max_position))
+
+
+def even_chunk_rows(rows: int, most: int) -> int:
+    """Rows of a chunk, up to `most` or one: a call's chunks are even, and whole windows.
+
+    >>> even_chunk_rows(1616, 686)
+    544
+    """
+    if rows <= max(most, 1):
         return max(rows, 1)
-    even = -(-rows // -(-rows // most))
-    return min(-(-even // SCORE_CHUNK_UNIT) * SCORE_CHUNK_UNIT, most)
+    even = -(-rows // -(-rows // max(most, 1)))
+    return min(-(-even // SCORE_CHUNK_UNIT) * SCORE_CHUNK_UNIT, max(most, 1))
 
 
 def score_row_bytes(spec: QsaSpec, max_position: int) -> int:
@@ -250,7 +356,10 @@ class Sm7xScoreConfig:
     resident         programs that a multiprocessor should hold: bounds the registers of a thread
     slice_blocks     blocks of a row that a program scores, whole strips
     runs             requests of a window that have a program each; the last takes all that are left
-    product_columns  blocks whose products cuBLAS makes at a time for a call of one request; 0 for the paged scorer
+    product_columns  blocks whose products with all rows cuBLAS could make at a time, which bounds its memory; 0 where
+                     the paged scorer takes every row
+    programs         of the paged scorer that the device has use for, where cuBLAS leaves it a part of the rows; 0 keeps
+                     this configuration for them
     """
 
     capability: tuple[int, int]
@@ -263,6 +372,7 @@ class Sm7xScoreConfig:
     slice_blocks: int
     runs: int
     product_columns: int = 0
+    programs: int = 0
 
     @property
     def strip_blocks(self) -> int:
@@ -332,6 +442,8 @@ def sm7x_score_config(
     limit_bytes      workspace of the stage: cuBLAS's keys and products take half of it, scores the other
     batch_invariant  takes the paged scorer with the same tile whatever the rows: cuBLAS chooses kernels by shape
 
+    Whether one request brings the rows that cuBLAS is for is not known here: `score_split` tells for each call.
+
     >>> long = sm7x_score_config(QsaSpec(), 320, 1, 183_999, DeviceFacts.named("rtx8000"), 128 << 20)
     >>> long.product_columns, long.rows
     (11520, 16)
@@ -340,35 +452,47 @@ def sm7x_score_config(
     """
     if facts.capability is None:
         raise ValueError(f"no score configuration is made for {facts.arch}")
-    together = -(-rows // max(requests, 1))
-    tiles = [tile for tile in sm7x_table.TILES if sm7x_query_bytes(spec, tile["rows"]) <= SM7X_SHARED_BYTES]
-    tiles = tiles or [sm7x_table.TILES[0]]
-    tile = next((tile for tile in tiles if tile["rows"] >= together and not batch_invariant), tiles[-1])
-    even = rows == together * requests and 0 < together <= tile["rows"]
-    window = together if even else tile["rows"]
     width = max(spec.visible_blocks(max_position), 1)
-    windows = max(-(-rows // window), 1)
-    strip = tile["strips"] * SM7X_TILE
-    slices = max(facts.multiprocessors * sm7x_table.PROGRAMS // windows, 1)
-    # A slice keeps every warp at work, where there are as many blocks.
-    round_blocks = strip * sm7x_table.WARPS
-    slice_blocks = -(-width // (slices * round_blocks)) * round_blocks
-    runs = 1 if even else min(max(requests, 1), tile["rows"], sm7x_table.MAX_RUNS)
+    programs = facts.multiprocessors * sm7x_table.PROGRAMS
     columns = 0
-    if requests == 1 and not batch_invariant and sm7x_prefers_products(rows, width):
-        columns = _product_columns(spec, rows, width, limit_bytes // 2)
+    if not batch_invariant and sm7x_prefers_products(rows, width):
+        columns = product_columns(spec, rows, width, limit_bytes // 2)
     return Sm7xScoreConfig(
         facts.capability,
         facts.capability < (7, 5),
-        tile["rows"],
-        window,
-        tile["strips"],
-        sm7x_table.WARPS,
-        sm7x_resident(spec, tile["rows"], tile["strips"]),
-        slice_blocks,
-        runs,
-        columns,
+        **sm7x_paged_sizes(spec, rows, requests, width, programs, batch_invariant),
+        product_columns=columns,
+        programs=programs,
     )
+
+
+def sm7x_tiles(spec: QsaSpec) -> list[sm7x_table.ScoreTile]:
+    """Tiles of the paged scorer whose queries fit shared memory; the smallest in any case."""
+    tiles = [tile for tile in sm7x_table.TILES if sm7x_query_bytes(spec, tile["rows"]) <= SM7X_SHARED_BYTES]
+    return tiles or [sm7x_table.TILES[0]]
+
+
+def sm7x_paged_sizes(
+    spec: QsaSpec, rows: int, requests: int, width: int, programs: int, batch_invariant: bool = False
+) -> dict[str, int]:
+    """Fields of `Sm7xScoreConfig` that say how the paged scorer cuts rows of up to `width` blocks."""
+    together = -(-rows // max(requests, 1))
+    tiles = sm7x_tiles(spec)
+    tile = next((tile for tile in tiles if tile["rows"] >= together and not batch_invariant), tiles[-1])
+    even = rows == together * requests and 0 < together <= tile["rows"]
+    window = together if even else tile["rows"]
+    slices = max(programs // max(-(-rows // window), 1), 1)
+    # A slice keeps every warp at work, where there are as many blocks.
+    round_blocks = tile["strips"] * SM7X_TILE * sm7x_table.WARPS
+    return {
+        "rows": tile["rows"],
+        "window": window,
+        "strips": tile["strips"],
+        "warps": sm7x_table.WARPS,
+        "resident": sm7x_resident(spec, tile["rows"], tile["strips"]),
+        "slice_blocks": -(-width // (slices * round_blocks)) * round_blocks,
+        "runs": 1 if even else min(max(requests, 1), tile["rows"], sm7x_table.MAX_RUNS),
+    }
 
 
 def sm7x_resident(spec: QsaSpec, rows: int, strips: int) -> int:
@@ -384,35 +508,62 @@ def sm7x_resident(spec: QsaSpec, rows: int, strips: int) -> int:
 
 def sm7x_prefers_products(rows: int, width: int) -> bool:
     """Whether cuBLAS scores so many rows of one request, of up to `width` blocks."""
-    return rows >= sm7x_table.PRODUCT_ROWS and rows * width >= sm7x_table.PRODUCT_SCORES
+    return rows >= sm7x_fewest_product_rows(width)
+
+
+def sm7x_fewest_product_rows(width: int) -> int:
+    """Fewest rows of one request, of up to `width` blocks, that cuBLAS scores.
+
+    >>> sm7x_fewest_product_rows(7250), sm7x_fewest_product_rows(46_000)
+    (145, 64)
+    """
+    return max(sm7x_table.PRODUCT_ROWS, -(-sm7x_table.PRODUCT_SCORES // max(width, 1)))
 
 
 def sm7x_score_chunk_rows(
-    spec: QsaSpec, rows: int, requests: int, max_position: int, limit_bytes: int, batch_invariant: bool = False
+    spec: QsaSpec, rows: int, max_position: int, limit_bytes: int, batch_invariant: bool = False
 ) -> int:
-    """Rows to score at a time: `score_chunk_rows` within the limit, or within half of it where cuBLAS has the other.
+    """Rows to score at a time: `score_chunk_rows` within the limit, or half of it where cuBLAS may need the other.
 
-    >>> sm7x_score_chunk_rows(QsaSpec(), 1616, 1, 183_999, 128 << 20)
+    >>> sm7x_score_chunk_rows(QsaSpec(), 1616, 183_999, 128 << 20)
     343
     """
     width = max(spec.visible_blocks(max_position), 1)
-    products = requests == 1 and not batch_invariant and sm7x_prefers_products(rows, width)
+    products = not batch_invariant and sm7x_prefers_products(rows, width)
     return score_chunk_rows(spec, rows, max_position, limit_bytes // 2 if products else limit_bytes)
 
 
 def sm7x_score_bytes(spec: QsaSpec, config: Sm7xScoreConfig, rows: int, max_position: int) -> int:
     """Bytes of the scores and segment maxima of a chunk of rows, and of cuBLAS's keys and products."""
-    return rows * score_row_bytes(spec, max_position) + config.product_columns * _product_bytes(spec, rows)
+    return rows * score_row_bytes(spec, max_position) + config.product_columns * product_bytes(spec, rows)
 
 
-def _product_bytes(spec: QsaSpec, rows: int) -> int:
-    """Bytes of one gathered key in FP16 and of its products."""
+@dataclass(frozen=True)
+class Product:
+    """Rows of one request that cuBLAS scores.
+
+    request      whose keys they are multiplied with
+    start, stop  the rows; `stop` is the one after the last
+    width        most blocks that one of them sees
+    columns      blocks whose products are made at a time
+    """
+
+    request: int
+    start: int
+    stop: int
+    width: int
+    columns: int
+
+
+def product_bytes(spec: QsaSpec, rows: int) -> int:
+    """Bytes of one gathered key in FP16 or BF16 and of its products."""
     return 2 * spec.index_dim + 4 * rows * spec.index_heads
 
 
-def _product_columns(spec: QsaSpec, rows: int, width: int, limit_bytes: int) -> int:
-    unit = sm7x_table.PRODUCT_COLUMNS
-    most = max(limit_bytes // _product_bytes(spec, rows) // unit, 1)
+def product_columns(spec: QsaSpec, rows: int, width: int, limit_bytes: int) -> int:
+    """Blocks, of up to `width`, whose products with so many rows cuBLAS makes at a time: within a limit, or 128."""
+    unit = product_table.PRODUCT_COLUMNS
+    most = max(limit_bytes // product_bytes(spec, rows) // unit, 1)
     all_units = -(-width // unit)
     # Even chunks: a narrow last one would leave most of a device without work.
     return -(-all_units // -(-all_units // most)) * unit

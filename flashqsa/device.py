@@ -5,7 +5,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib.util import find_spec
 from types import MappingProxyType
@@ -44,6 +45,16 @@ class DeviceFacts:
         """`sm_90` and the like; `cpu` for a CPU."""
         return "cpu" if self.capability is None else f"sm_{self.capability[0]}{self.capability[1]}"
 
+    def without(self, reasons: Mapping[str, str]) -> DeviceFacts:
+        """The same device where some kernel sets lack something: the reason by the name of the set.
+
+        >>> facts = DeviceFacts.named("v100").without({"sm7x": "no NVRTC", "smxx": "no image, no matter"})
+        >>> sorted(facts.kernel_sets), facts.missing
+        (['reference'], (('sm7x', 'no NVRTC'),))
+        """
+        gone = tuple((name, reasons[name]) for name in sorted(self.kernel_sets & set(reasons)))
+        return replace(self, kernel_sets=self.kernel_sets - set(reasons), missing=(*self.missing, *gone))
+
     @staticmethod
     def named(name: str) -> DeviceFacts:
         """Facts of a well-known GPU (or "cpu") from vendor data sheets, for asking about machines that are not here.
@@ -80,15 +91,14 @@ NEEDS = MappingProxyType({"smxx": ("triton",), "sm90": ("triton",)})
 """Packages that a kernel set cannot do without."""
 
 
-def _installed(sets: frozenset[str]) -> tuple[frozenset[str], tuple[tuple[str, str], ...]]:
-    """The kernel sets whose packages are installed, and what the others lack."""
-    missing = tuple(
-        (name, f"{package} is not installed")
-        for name in sorted(sets)
-        for package in NEEDS.get(name, ())
-        if find_spec(package) is None
-    )
-    return sets - {name for name, _ in missing}, missing
+def missing_packages(sets: Iterable[str]) -> dict[str, str]:
+    """Of some kernel sets, those whose packages are not all installed, and the first that each lacks."""
+    found: dict[str, str] = {}
+    for name in sets:
+        lacks = next((package for package in NEEDS.get(name, ()) if find_spec(package) is None), None)
+        if lacks is not None:
+            found[name] = f"{lacks} is not installed"
+    return found
 
 
 def _gpu(name: str, capability: tuple[int, int], multiprocessors: int, shared_kib: int, memory_gib: int) -> DeviceFacts:
@@ -126,14 +136,15 @@ KNOWN_DEVICES = MappingProxyType(
 
 @cache
 def facts_of(device: torch.device) -> DeviceFacts:
-    """Facts of a device that is here. Asked once per device and process.
+    """What a device that is here and the installed packages tell. Asked once per device and process.
 
-    Raises RuntimeError (torch's own) when a CUDA device does not answer.
+    `machine.facts_here` adds what compilers tell, and is what routes are decided with. Raises RuntimeError or
+    AssertionError (torch's own) when a CUDA device does not answer.
     """
     if device.type == "cuda":
         found = torch.cuda.get_device_properties(device)
         capability = (found.major, found.minor)
-        sets, missing = _installed(kernel_sets_for(capability))
+        sets = kernel_sets_for(capability)
         return DeviceFacts(
             "cuda",
             found.name,
@@ -142,7 +153,6 @@ def facts_of(device: torch.device) -> DeviceFacts:
             int(getattr(found, "shared_memory_per_block_optin", 0)),
             int(found.total_memory),
             sets,
-            missing,
-        )
+        ).without(missing_packages(sets))
     sets = kernel_sets_for(None) if device.type == "cpu" else frozenset({"reference"})
     return DeviceFacts(device.type, device.type.upper(), None, torch.get_num_threads(), kernel_sets=sets)

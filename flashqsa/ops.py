@@ -1,8 +1,8 @@
 """The public calls as torch.library operators, so that torch.compile and CUDA graphs see each as one node.
 
-An operator takes the fields of the values as flat arguments and rebuilds the values inside. `max_position` is a host
-number: under torch.compile pass a bound that does not change from call to call (the cache's capacity), or every new one
-compiles again.
+An operator takes the fields of the values as flat arguments and rebuilds the values inside. `max_position` and `runs`
+(from `pack_runs`; None where runs are not known) are host numbers: under torch.compile pass a bound that does not
+change from call to call (the cache's capacity) and no runs that do, or every new one compiles again.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashqsa import pipeline
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
+from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Run, Selection
 
 
 def pack_spec(spec: QsaSpec) -> list[int]:
@@ -27,6 +27,22 @@ def pack_spec(spec: QsaSpec) -> list[int]:
         spec.block_tokens,
         spec.top_blocks,
     ]
+
+
+def pack_runs(runs: Sequence[Run] | None) -> list[int] | None:
+    """Runs of rows as the list of whole numbers that an operator schema can carry: four a run.
+
+    >>> pack_runs(Rows.from_lengths([2, 1], [9, 4]).runs)
+    [0, 0, 2, 8, 1, 2, 3, 3]
+    """
+    return None if runs is None else [number for run in runs for number in run]
+
+
+def _rows(request: Tensor, position: Tensor, max_position: int, runs: Sequence[int] | None) -> Rows:
+    if runs is None:
+        return Rows(request, position, max_position)
+    packed = tuple(Run(*runs[i : i + 4]) for i in range(0, len(runs), 4))
+    return Rows(request, position, max_position, packed)
 
 
 def _scale(value: Tensor | None, spec: QsaSpec) -> float | Tensor | None:
@@ -49,12 +65,13 @@ def select_blocks(
     position: Tensor,
     max_position: int,
     spec: Sequence[int],
+    runs: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`pipeline.select_blocks`; returns the selection's `blocks` and `count`."""
     selection = pipeline.select_blocks(
         index_q,
         IndexCache(index_keys, index_page_table, index_scale),
-        Rows(request, position, max_position),
+        _rows(request, position, max_position, runs),
         QsaSpec(*spec),
     )
     return selection.blocks, selection.count
@@ -119,6 +136,7 @@ def qsa_attention(
     max_position: int,
     spec: Sequence[int],
     gate: Tensor | None,
+    runs: Sequence[int] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`pipeline.qsa_attention`; returns output and lse."""
     output, lse = pipeline.qsa_attention(
@@ -126,7 +144,7 @@ def qsa_attention(
         q,
         IndexCache(index_keys, index_page_table, index_scale),
         KvCache(keys, values, page_table, _scale(k_scale, QsaSpec(*spec)), _scale(v_scale, QsaSpec(*spec))),
-        Rows(request, position, max_position),
+        _rows(request, position, max_position, runs),
         QsaSpec(*spec),
         gate,
         return_lse=True,

@@ -11,10 +11,12 @@ from torch import Tensor
 
 from flashqsa import capture, check, reference
 from flashqsa.attend_shape import Layout
-from flashqsa.device import DeviceFacts, facts_of
+from flashqsa.device import DeviceFacts
 from flashqsa.kernels import cpu
+from flashqsa.machine import facts_here
 from flashqsa.plan import STAGES, Plan, make_plan
 from flashqsa.route import Call, Route, Stage, announce
+from flashqsa.select_shape import begins_aligned
 from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Selection
 
 KERNEL_SETS: dict[str, ModuleType] = {"cpu": cpu}
@@ -69,10 +71,11 @@ def plan_batch(
         q_dtype or _q_dtype(index_dtype),
         index_dtype,
         Layout() if kv_cache is None else Layout.of(kv_cache, spec),
+        index_cache is None or begins_aligned(index_cache.keys),
         selection_given,
         check.wants_batch_invariance(batch_invariant),
     )
-    return make_plan(call, facts_of(device), check.check_pin(route), stages)
+    return make_plan(call, facts_here(device), check.check_pin(route), stages)
 
 
 def select_blocks(
@@ -117,6 +120,10 @@ def _select(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec,
     selection: Selection
     if chosen.mode == "everything":
         selection = kernels.select_everything(index_cache, rows, spec, plan.select)
+        return selection
+    if chosen.mode == "fused":
+        # Scores of a tile are ranked before the next tile is scored: no row's scores lie in memory as a whole.
+        selection = kernels.select_fused(index_q, index_cache, rows, spec, plan.select)
         return selection
     selection = kernels.empty_selection(rows, spec)
     if 0 < rows.count <= plan.select.chunk_rows:
@@ -212,7 +219,12 @@ def qsa_attention(
     check.check_requests(index_cache, kv_cache)
     invariant = check.wants_batch_invariance(batch_invariant, plan)
     call = _attend_call(q, kv_cache, gate, rows, spec, invariant, selection_given=False)
-    call = replace(call, index_q_dtype=index_q.dtype, index_cache_dtype=index_cache.keys.dtype)
+    call = replace(
+        call,
+        index_q_dtype=index_q.dtype,
+        index_cache_dtype=index_cache.keys.dtype,
+        index_aligned=begins_aligned(index_q, index_cache.keys),
+    )
     plan = _plan(plan, call, rows, route, batch_invariant, STAGES)
     selection = None
     if plan.attend_decision.route.mode != "dense":
@@ -252,7 +264,7 @@ def write_index_keys(
     if check.wants_value_checks(check_values, device):
         check.check_row_values(rows, index_cache.requests, consecutive=True)
         check.check_table_values("index_cache", index_cache.page_table, index_cache.keys.shape[0])
-    kernels, capability = _writing_kernels(facts_of(device))
+    kernels, capability = _writing_kernels(facts_here(device))
     kernels.write_index_keys(raw_keys, index_cache, rows, spec, norm_weight, cos, sin, eps, *capability)
 
 
@@ -280,7 +292,7 @@ def write_kv(
     if check.wants_value_checks(check_values, device):
         check.check_row_values(rows, kv_cache.requests)
         check.check_table_values("kv_cache", kv_cache.page_table, kv_cache.keys.shape[0])
-    kernels, capability = _writing_kernels(facts_of(device))
+    kernels, capability = _writing_kernels(facts_here(device))
     kernels.write_kv(keys, values, kv_cache, rows, *capability)
 
 
@@ -340,6 +352,7 @@ def _select_call(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: Qsa
         cache_dtype,
         dtype,
         cache_dtype,
+        index_aligned=begins_aligned(index_q, index_cache.keys),
         batch_invariant=batch_invariant,
     )
 
@@ -378,13 +391,13 @@ def _plan(
     given = check.check_plan(plan, call, device, route, batch_invariant, stages)
     if given is not None:
         return given
-    return make_plan(call, facts_of(device), check.check_pin(route), stages)
+    return make_plan(call, facts_here(device), check.check_pin(route), stages)
 
 
 def _announced(plan: Plan, stage: Stage, rows: Rows) -> Route:
     device = rows.request.device
     decision = plan.decision(stage)
-    announce(decision, plan.call, facts_of(device), device)
+    announce(decision, plan.call, facts_here(device), device)
     return decision.route
 
 

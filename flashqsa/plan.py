@@ -16,20 +16,31 @@ from flashqsa import knobs
 from flashqsa.attend_shape import AttendShape, attend_shape
 from flashqsa.config import (
     AttendConfig,
+    FusedConfig,
     ScoreConfig,
     Sm7xScoreConfig,
     TopkConfig,
     attend_config,
+    fused_chunk_rows,
+    fused_config,
+    fused_row_bytes,
+    fused_tile_bytes,
     score_chunk_rows,
     score_config,
     score_row_bytes,
+    sm7x_fewest_product_rows,
     sm7x_score_bytes,
     sm7x_score_chunk_rows,
     sm7x_score_config,
     topk_config,
 )
-from flashqsa.device import DeviceFacts, facts_of
+from flashqsa.device import DeviceFacts
+from flashqsa.machine import facts_here
+from flashqsa.product_shape import ProductConfig, product_chunk_rows, product_config, product_workspace_bytes
 from flashqsa.route import Call, Decision, NoRouteError, Route, Stage, choose_route
+from flashqsa.score_split import score_split
+from flashqsa.select_shape import FusedShape, fused_shape
+from flashqsa.values import QsaSpec, Rows
 
 FLOAT_BYTES = 4
 
@@ -42,7 +53,7 @@ STAGES: tuple[Stage, ...] = ("select", "attend")
 class ChunkConfig:
     """How the score and top-k kernels of GPUs cut a chunk of rows."""
 
-    score: ScoreConfig | Sm7xScoreConfig
+    score: ScoreConfig | Sm7xScoreConfig | ProductConfig
     topk: TopkConfig
 
 
@@ -52,10 +63,12 @@ class SelectPlan:
 
     width_blocks     columns of a score row: the most blocks any row of the call sees
     chunk_rows       rows scored at a time, so that their scores fit the workspace limit (at least one)
-    workspace_bytes  what a chunk's scores take; on a CPU per index head, and once more for their sum
+    workspace_bytes  what a chunk's scores take; on a CPU per index head, and once more for their sum. In the mode
+                     `fused` what a chunk's best blocks and a tile take
     capability       of a GPU; None for a CPU
     whole, last      configurations of chunks of `chunk_rows` rows and of the call's last one; None for a CPU
     batch_invariant  whether a row's scores must not depend on what shares its launch
+    fused            sizes of the mode `fused`; None for other modes
     """
 
     width_blocks: int
@@ -65,6 +78,7 @@ class SelectPlan:
     whole: ChunkConfig | None = None
     last: ChunkConfig | None = None
     batch_invariant: bool = False
+    fused: FusedConfig | FusedShape | None = None
 
     def chunks(self, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges to score, in order."""
@@ -77,6 +91,27 @@ class SelectPlan:
         if config is None:
             raise ValueError("a plan for a CPU has no configuration for GPU kernels")
         return config
+
+    @property
+    def fewest_product_rows(self) -> int | None:
+        """Fewest rows of a request of `width_blocks` blocks that cuBLAS scores; None where it scores none."""
+        score = None if self.whole is None else self.whole.score
+        if not isinstance(score, Sm7xScoreConfig) or score.product_columns == 0:
+            return None
+        return sm7x_fewest_product_rows(self.width_blocks)
+
+    def product_rows(self, rows: Rows, requests: int, spec: QsaSpec) -> int:
+        """Rows of a call that cuBLAS scores: all in the mode `cublas`; on Volta and Turing those of long requests."""
+        if self.whole is not None and isinstance(self.whole.score, ProductConfig):
+            return rows.count
+        found = 0
+        for start, stop in self.chunks(rows.count):
+            config = self.whole if stop - start == self.chunk_rows else self.last
+            if config is not None and isinstance(config.score, Sm7xScoreConfig):
+                runs = rows.slice(start, stop).runs
+                split = score_split(spec, stop - start, requests, rows.max_position, runs, config.score)
+                found += sum(product.stop - product.start for product in split.products)
+        return found
 
 
 @dataclass(frozen=True)
@@ -145,7 +180,7 @@ class Plan:
 
     def fits_device(self, device: torch.device) -> bool:
         """Whether a device is of the kind, the compute capability and the kernel sets that the plan was made for."""
-        here, made_for = facts_of(device), self.facts
+        here, made_for = facts_here(device), self.facts
         return (here.kind, here.capability, here.kernel_sets) == (
             made_for.kind,
             made_for.capability,
@@ -161,14 +196,22 @@ class Plan:
 def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts, limit_bytes: int) -> SelectPlan:
     """Sizes of the select stage within a workspace limit."""
     spec, width = call.spec, max(call.spec.visible_blocks(call.max_position), 1)
+    if not isinstance(choice, NoRouteError) and str(choice.route) == "cpu:fused":
+        return _plan_cpu_fused(call, width, limit_bytes)
     if isinstance(choice, NoRouteError) or choice.route.kernel_set in ("cpu", "reference"):
         row_bytes = width * (spec.index_heads + 1) * FLOAT_BYTES
         chunk = min(max(limit_bytes // row_bytes, 1), max(call.rows, 1))
         return SelectPlan(width, chunk, chunk * row_bytes, batch_invariant=call.batch_invariant)
     if choice.route.mode == "everything":
         return SelectPlan(width, max(call.rows, 1), 0, facts.capability)
+    if choice.route.mode == "fused":
+        shape = fused_shape(spec, call.rows, call.max_position, facts, limit_bytes)
+        workspace = shape.workspace_bytes(min(shape.chunk_rows, max(call.rows, 1)), width)
+        return SelectPlan(width, shape.chunk_rows, workspace, facts.capability, fused=shape)
     if choice.route.kernel_set == "sm7x":
         return _plan_sm7x_select(call, facts, width, limit_bytes)
+    if choice.route.mode == "cublas":
+        return _plan_products(call, facts, width, limit_bytes)
     chunk = score_chunk_rows(spec, call.rows, call.max_position, limit_bytes)
 
     def config(rows: int) -> ChunkConfig:
@@ -188,9 +231,16 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
     )
 
 
+def _plan_cpu_fused(call: Call, width: int, limit_bytes: int) -> SelectPlan:
+    config = fused_config(call.spec, call.rows, width, limit_bytes, call.batch_invariant)
+    chunk = fused_chunk_rows(call.spec, call.rows, config, limit_bytes)
+    workspace = fused_tile_bytes(call.spec, config) + chunk * fused_row_bytes(call.spec, config)
+    return SelectPlan(width, chunk, workspace, batch_invariant=call.batch_invariant, fused=config)
+
+
 def _plan_sm7x_select(call: Call, facts: DeviceFacts, width: int, limit_bytes: int) -> SelectPlan:
     spec, batch = call.spec, (call.requests, call.max_position)
-    chunk = sm7x_score_chunk_rows(spec, call.rows, *batch, limit_bytes, call.batch_invariant)
+    chunk = sm7x_score_chunk_rows(spec, call.rows, call.max_position, limit_bytes, call.batch_invariant)
 
     def score(rows: int) -> Sm7xScoreConfig:
         return sm7x_score_config(spec, rows, *batch, facts, limit_bytes, call.batch_invariant)
@@ -204,6 +254,24 @@ def _plan_sm7x_select(call: Call, facts: DeviceFacts, width: int, limit_bytes: i
         ChunkConfig(whole, topk_config(spec, chunk, facts)),
         ChunkConfig(score(rest), topk_config(spec, rest, facts)),
         call.batch_invariant,
+    )
+
+
+def _plan_products(call: Call, facts: DeviceFacts, width: int, limit_bytes: int) -> SelectPlan:
+    spec, longest = call.spec, call.max_position
+    chunk = product_chunk_rows(spec, call.rows, longest, limit_bytes)
+    rest = call.rows % chunk or chunk
+    whole, last = (product_config(spec, rows, longest, facts, limit_bytes) for rows in (chunk, rest))
+    return SelectPlan(
+        width,
+        chunk,
+        max(
+            product_workspace_bytes(spec, whole, chunk, longest),
+            product_workspace_bytes(spec, last, rest, longest),
+        ),
+        facts.capability,
+        ChunkConfig(whole, topk_config(spec, chunk, facts)),
+        ChunkConfig(last, topk_config(spec, rest, facts)),
     )
 
 

@@ -16,8 +16,10 @@ from typing import Literal
 import torch
 
 from flashqsa.attend_shape import Layout, attend_refusal, hopper_refusal, prefers_triton, sm7x_refusal, worklist_refusal
-from flashqsa.config import score_refusal, sm7x_score_refusal, topk_refusal
+from flashqsa.config import fused_loses, score_refusal, sm7x_score_refusal, topk_refusal
 from flashqsa.device import DeviceFacts
+from flashqsa.product_shape import product_loses, product_refusal
+from flashqsa.select_shape import fused_loses_to_scores, fused_refusal
 from flashqsa.values import QsaSpec
 
 logger = logging.getLogger("flashqsa")
@@ -41,6 +43,7 @@ class Call:
     q_dtype, cache_dtype               storage dtypes of queries and KV cache: the attend stage's
     index_q_dtype, index_cache_dtype   of index queries and index cache: the select stage's; None for the same
     layout                             where the attend stage's tensors lie
+    index_aligned                      whether index queries and index keys begin at multiples of 16 bytes
     selection_given                    whether attention reads a Selection, which may hold less than all a row sees
     batch_invariant                    whether a row must get the same bits whatever shares its launch
 
@@ -59,6 +62,7 @@ class Call:
     index_q_dtype: torch.dtype | None = None
     index_cache_dtype: torch.dtype | None = None
     layout: Layout = field(default_factory=Layout)
+    index_aligned: bool = True
     selection_given: bool = False
     batch_invariant: bool = False
 
@@ -83,7 +87,8 @@ class Route:
     """One way to serve a stage.
 
     stage       "select" or "attend"
-    mode        select: `everything`, `plain`; attend: `dense`, `splitk`, `grouped`, `xqa`; both: `reference`
+    mode        select: `everything`, `fused`, `cublas`, `plain`; attend: `dense`, `splitk`, `grouped`, `xqa`; both:
+                `reference`
     kernel_set  the folder of kernels that runs it
 
     >>> str(Route("attend", "grouped", "cpu"))
@@ -201,6 +206,26 @@ def _scores_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
     return topk_refusal(call.spec, call.max_position) or score_refusal(call.spec, call.index_q_bytes, facts)
 
 
+def _fuses_on_sm90(call: Call, facts: DeviceFacts) -> str | None:
+    q_dtype, cache_dtype = call.index_q_dtype or call.q_dtype, call.index_cache_dtype or call.cache_dtype
+    refusal = fused_refusal(call.spec, q_dtype, cache_dtype, call.index_aligned, call.max_position, facts)
+    return topk_refusal(call.spec, call.max_position) or refusal
+
+
+def _faster_in_full(call: Call, _facts: DeviceFacts) -> str | None:
+    return fused_loses_to_scores(call.spec, call.rows, call.rows_per_request, call.max_position)
+
+
+def _multiplies_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
+    q_dtype, cache_dtype = call.index_q_dtype or call.q_dtype, call.index_cache_dtype or call.cache_dtype
+    refusal = product_refusal(call.spec, q_dtype, cache_dtype, call.requests, call.batch_invariant, facts)
+    return topk_refusal(call.spec, call.max_position) or refusal
+
+
+def _faster_by_pages(call: Call, facts: DeviceFacts) -> str | None:
+    return product_loses(call.spec, call.rows, call.max_position, facts)
+
+
 def _lists(call: Call, facts: DeviceFacts) -> str | None:
     return worklist_refusal(call.spec, call.max_position, facts)
 
@@ -229,16 +254,23 @@ def _left_to_triton(call: Call, _facts: DeviceFacts) -> str | None:
     return None
 
 
+def _scored_in_full(call: Call, _facts: DeviceFacts) -> str | None:
+    return fused_loses(call.spec, call.rows_per_request, call.max_position, call.batch_invariant)
+
+
 def _for_checking(_call: Call, _facts: DeviceFacts) -> str | None:
     return "the reference is for checking: it runs only when pinned"
 
 
 SELECT_CANDIDATES = (
     Candidate(Route("select", "everything", "smxx"), _only_below_budget),
+    Candidate(Route("select", "fused", "sm90"), _fuses_on_sm90, _faster_in_full),
+    Candidate(Route("select", "cublas", "smxx"), _multiplies_on_smxx, _faster_by_pages),
     Candidate(Route("select", "plain", "smxx"), _scores_on_smxx),
     Candidate(Route("select", "everything", "sm7x"), _only_below_budget),
     Candidate(Route("select", "plain", "sm7x"), _scores_on_sm7x),
     Candidate(Route("select", "everything", "cpu"), _only_below_budget),
+    Candidate(Route("select", "fused", "cpu"), passed_over=_scored_in_full),
     Candidate(Route("select", "plain", "cpu")),
     Candidate(Route("select", "reference", "reference"), passed_over=_for_checking),
 )

@@ -18,8 +18,11 @@ nothing, selects nothing, and gets output 0 and lse -inf.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -108,6 +111,31 @@ class QsaSpec:
         return self.visible_blocks(max_position) <= self.top_blocks
 
 
+class Run(NamedTuple):
+    """Neighbouring rows of one request, in host numbers.
+
+    request        of every row
+    start, stop    the rows; `stop` is the one after the last
+    last_position  host bound on the last row's position. Positions ascend, so the row n before it stands at
+                   last_position - n or before.
+
+    Rows 2, 3 and 4 are tokens 5, 6 and 7 of request 0; the first two of them reach token 6.
+
+    >>> Run(request=0, start=2, stop=5, last_position=7).within(2, 4)
+    Run(request=0, start=0, stop=2, last_position=6)
+    """
+
+    request: int
+    start: int
+    stop: int
+    last_position: int
+
+    def within(self, start: int, stop: int) -> Run:
+        """What the run has of the rows start to stop, counted from `start`; they must share a row."""
+        last = min(self.stop, stop)
+        return Run(self.request, max(self.start, start) - start, last - start, self.last_position - (self.stop - last))
+
+
 @dataclass(frozen=True)
 class Rows:
     """Which query token each row is: its request and its position there.
@@ -115,8 +143,15 @@ class Rows:
     request       [rows] int32, index into the caches' page tables; -1 marks padding
     position      [rows] int32, index of the token in its request, from 0; negative marks padding
     max_position  host bound on every position (-1 where there is no row): plans are sized from it without a device sync
+    runs          the live rows, request by request, in host numbers and in order; None where the host does not know
+                  them. Padding between a request's rows makes two runs of them.
 
     Rows of one request stand next to each other in ascending position; requests may come in any order.
+
+    `runs` may change which kernel serves a row, and with that the last bits of its scores. It is a promise, as
+    `max_position` is. Where the tensors break it nothing is read or written out of place: a padding row in a run sees
+    nothing; a row of another request than its run's is served as what it is, or sees nothing; a row past its run's
+    bound may see no further than the bound. A row outside every run is served as what it is.
 
     Two requests in one call: the first prefills tokens 5..7 of 8, the second decodes its token 3, one row is padding.
 
@@ -125,11 +160,14 @@ class Rows:
     ([0, 0, 0, 1, -1], [5, 6, 7, 3, -1])
     >>> rows.max_position, rows.visible_blocks(QsaSpec()).tolist()
     (7, [1, 1, 2, 1, 0])
+    >>> rows.runs
+    (Run(request=0, start=0, stop=3, last_position=7), Run(request=1, start=3, stop=4, last_position=3))
     """
 
     request: Tensor
     position: Tensor
     max_position: int
+    runs: tuple[Run, ...] | None = None
 
     @staticmethod
     def from_lengths(
@@ -153,21 +191,30 @@ class Rows:
             raise ValueError(f"pad_to: wanted at least the {sum(query_lengths)} rows; got {pad_to}")
         request: list[Tensor] = []
         position: list[Tensor] = []
+        runs: list[Run] = []
+        start = 0
         for index, (queries, context) in enumerate(zip(query_lengths, context_lengths, strict=True)):
             request.append(torch.full((queries,), index, dtype=torch.int32))
             position.append(torch.arange(context - queries, context, dtype=torch.int32))
+            if queries > 0:
+                runs.append(Run(index, start, start + queries, context - 1))
+                start += queries
         padding = 0 if pad_to is None else pad_to - sum(query_lengths)
         for parts in (request, position):
             parts.append(torch.full((padding,), -1, dtype=torch.int32))
         reached = [c for q, c in zip(query_lengths, context_lengths, strict=True) if q > 0]
-        return Rows(torch.cat(request).to(device), torch.cat(position).to(device), max(reached, default=0) - 1)
+        last = max(reached, default=0) - 1
+        return Rows(torch.cat(request).to(device), torch.cat(position).to(device), last, tuple(runs))
 
     @staticmethod
-    def from_tensors(request: Tensor, position: Tensor, max_position: int | None = None) -> Rows:
+    def from_tensors(
+        request: Tensor, position: Tensor, max_position: int | None = None, runs: Sequence[Run] | None = None
+    ) -> Rows:
         """Rows from an engine's own tensors, any integer dtype, converted to int32.
 
         Without `max_position` it is read from `position`, which synchronises with a GPU. Numbers beyond int32 become
-        its nearest, which no call serves. Raises ValueError for other dtypes.
+        its nearest, which no call serves. `runs` says on the host which rows are whose, where the engine knows it:
+        long requests of a batch are then scored faster on Volta and Turing. Raises ValueError for other dtypes.
         """
         for name, tensor in (("request", request), ("position", position)):
             if tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool:
@@ -176,7 +223,7 @@ class Rows:
             max_position = int(position.max()) if position.numel() else -1
         limits = torch.iinfo(torch.int32)
         request, position = (t.clamp(limits.min, limits.max).to(torch.int32) for t in (request, position))
-        return Rows(request, position, max(int(max_position), -1))
+        return Rows(request, position, max(int(max_position), -1), None if runs is None else tuple(runs))
 
     @property
     def count(self) -> int:
@@ -197,9 +244,36 @@ class Rows:
         """[rows] int32, complete blocks each row sees; 0 for padding."""
         return torch.div(self.visible_tokens, spec.block_tokens, rounding_mode="floor")
 
+    @cached_property
+    def run_fault(self) -> tuple[str, str] | None:
+        """What `runs` should hold and what it holds, where that cannot be. Found once: layers share their rows."""
+        end, rows = 0, self.count
+        for run in self.runs or ():
+            if not (isinstance(run, Run) and type(run[0]) is type(run[1]) is type(run[2]) is type(run[3]) is int):
+                return "runs of four whole numbers", repr(run)
+            request, start, stop, last = run
+            if not (request >= 0 and end <= start < stop <= rows):
+                return f"runs of requests from 0, one after the other within the {rows} rows", repr(run)
+            # The first row's position is at least 0.
+            if not stop - start - 1 <= last <= self.max_position:
+                wanted = f"a last_position from stop - start - 1 to max_position = {self.max_position}"
+                return wanted, repr(run)
+            end = stop
+        return None
+
+    @cached_property
+    def highest_request(self) -> int:
+        """Largest request that `runs` names; -1 where it names none."""
+        return max((run.request for run in self.runs or ()), default=-1)
+
     def slice(self, start: int, stop: int) -> Rows:
-        """Rows start to stop, with the same bound on positions."""
-        return Rows(self.request[start:stop], self.position[start:stop], self.max_position)
+        """Rows start to stop, with the same bound on positions, and what their runs have of them."""
+        runs = self.runs
+        if runs is not None and not (start == 0 and stop >= self.count):
+            first = bisect_right(runs, start, key=lambda run: run.stop)
+            last = bisect_left(runs, stop, key=lambda run: run.start)
+            runs = tuple(run.within(start, stop) for run in runs[first:last]) if start < stop else ()
+        return Rows(self.request[start:stop], self.position[start:stop], self.max_position, runs)
 
     def __repr__(self) -> str:
         return f"Rows({self.count} rows, max_position={self.max_position}, device={self.request.device})"
@@ -483,6 +557,7 @@ __all__ = [
     "Partial",
     "QsaSpec",
     "Rows",
+    "Run",
     "Scores",
     "Selection",
     "Worklist",

@@ -88,6 +88,7 @@ def test_the_full_list_is_every_default() -> None:
     full = asked_cases("all", "full", Wanted())
     counts = {kind: sum(case.kind == kind for case in full) for kind in KINDS}
     assert counts == {"attention": 2 * 3 * 5 * 3, "indexer": 3 * 4, "decode": 3 * 3 * 2, "pipeline": 2 * 2}
+    assert not any(case.every_route for case in full)
     assert len(set(full)) == len(full)
     assert {case.context for case in full if case.kind == "indexer"} == {29_000, 150_000, 184_000, 1_000_000}
     assert [case for case in full if case.kind == "decode"] == asked_cases("decode", None, Wanted())
@@ -115,7 +116,7 @@ def test_options_make_every_combination_and_nothing_else() -> None:
     [
         (["dance"], "wanted attention, indexer, decode, pipeline or all; got 'dance'"),
         (["all"], "wanted --suite"),
-        (["attention", "--suite", "slow"], "wanted one of smoke, targets, full; got 'slow'"),
+        (["attention", "--suite", "slow"], "wanted one of smoke, targets, sweep, full; got 'slow'"),
         (["attention", "--suite", "smoke", "--rows", "8"], "--rows: a suite has its own"),
         (["pipeline", "--suite", "targets"], "has no pipeline case"),
         (["attention", "--regime", "close"], "--regime: wanted one of near, mid, far, equal, disjoint; got 'close'"),
@@ -132,6 +133,12 @@ def test_options_make_every_combination_and_nothing_else() -> None:
         (["attention", "--top-blocks", "0"], "--top-blocks: wanted at least 1"),
         (["attention", "--batch", "3"], "--batch: not an option of bench attention"),
         (["indexer", "--gate"], "--gate: not an option of bench indexer"),
+        (["decode", "--every-route"], "--every-route: not an option of bench decode"),
+        (
+            ["indexer", "--every-route", "--route", "plain"],
+            "--route plain: some of these cases take each route in turn",
+        ),
+        (["indexer", "--suite", "sweep", "--every-route"], "--every-route: a suite has its own"),
         (["decode", "--regime", "far"], "--regime: not an option of bench decode"),
         (["attention", "--calls", "0"], "--calls: wanted at least 1"),
         (["attention", "--graph", "maybe"], "--graph: wanted one of auto, on, off"),

@@ -226,7 +226,7 @@ def test_the_list_comes_from_the_option_then_the_variable_then_the_gpus(
     with pytest.raises(UserError, match="no GPU is here: name architectures"):
         command.parse_archs("")
     monkeypatch.setattr(command, "_gpus", lambda: 2)
-    monkeypatch.setattr(command, "facts_of", lambda _: DeviceFacts.named("t4"))
+    monkeypatch.setattr(command, "facts_here", lambda _: DeviceFacts.named("t4"))
     assert command.parse_archs(" ") == [TURING]
 
 
@@ -244,7 +244,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> set[Source]:
     """Sources of the kernels that would have been launched."""
     found: set[Source] = set()
     monkeypatch.setattr(Kernel, "launch", lambda kernel, *_: found.add(kernel.source))
-    monkeypatch.setattr(import_module("flashqsa.kernels.sm7x.score"), "multiply", lambda *_: None)
+    monkeypatch.setattr(import_module("flashqsa.kernels.nvrtc.products"), "multiply", lambda *_: None)
     return found
 
 
@@ -292,7 +292,7 @@ def test_volta_and_turing_ask_for_nothing_else(gpu: str, cache_dtype: torch.dtyp
     for heads in ((24, 2), (6, 1)):
         for shape in (*SHAPES, (1000, 1, 1_000_000), (1617, 3, 29_000)):
             call_everything(gpu, *shape, heads, (FP16, cache_dtype))
-    assert {source.name for source in asked} >= {"score.cu", "score_products.cu", "topk.cu", "attend.cu", "write.cu"}
+    assert {source.name for source in asked} >= {"score.cu", "products.cu", "topk.cu", "attend.cu", "write.cu"}
     capability = DeviceFacts.named(gpu).capability
     assert capability is not None
     assert asked <= set(command.sources_for(capability))

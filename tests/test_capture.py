@@ -22,7 +22,7 @@ from flashqsa.route import Call
 from flashqsa.testing.cases import Case, spec_of
 from flashqsa.testing.compare import same_bits
 from flashqsa.testing.inputs import Inputs, build
-from flashqsa.values import FP8, IndexCache, KvCache, Rows, Selection
+from flashqsa.values import FP8, IndexCache, KvCache, Rows, Run, Selection
 
 SPEC = spec_of(6, 2, top_blocks=4)
 CASES = [
@@ -151,10 +151,25 @@ def test_the_json_tells_where_the_call_came_from(saved: Path) -> None:
     assert refused["cpu:dense"] == "rows see up to 10 blocks and select 4"
     assert refused["smxx:grouped"] == "the smxx kernels have no image for CPU (cpu)"
     assert told["spec"]["q_heads"] == 6
-    assert told["rows"] == {"count": 8, "max_position": 39}
+    assert told["rows"] == {"count": 8, "max_position": 39, "runs": None}
     assert told["format_version"] == capture.FORMAT_VERSION
     # The pool was interleaved: its strides are told, its pages are stored without gaps.
     assert told["tensors"]["kv_cache.keys"]["strides"] == list(build(CASES[0]).kv_cache.keys.stride())
+
+
+@pytest.mark.parametrize("runs", [None, (), (Run(0, 0, 5, 39), Run(1, 5, 6, 22))], ids=["unknown", "none", "two"])
+def test_runs_of_rows_come_back(runs: tuple[Run, ...] | None, tmp_path: Path) -> None:
+    inputs = build(replace(CASES[0], padding=()))
+    record(replace(inputs, rows=replace(inputs.rows, runs=runs)), tmp_path)
+    for function in ("select_blocks", "sparse_attention"):
+        assert capture.load(tmp_path / function).rows.runs == runs
+    # A capture of a version that kept none.
+    rewrite(tmp_path / "select_blocks", rows={"count": 6, "max_position": 39})
+    assert capture.load(tmp_path / "select_blocks").rows.runs is None
+    for garbage in ([[0, 0, 5]], [7], "two", [[0, 0, "x", 3]]):
+        rewrite(tmp_path / "select_blocks", rows={"count": 6, "max_position": 39, "runs": garbage})
+        with pytest.raises(CaptureError, match="lacks or garbles a field"):
+            capture.load(tmp_path / "select_blocks")
 
 
 def test_views_are_stored_contiguous_and_equal(tmp_path: Path) -> None:

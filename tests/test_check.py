@@ -15,7 +15,7 @@ import flashqsa
 from flashqsa import IndexCache, InputError, KvCache, QsaSpec, Rows, Selection
 from flashqsa.route import PINS
 from flashqsa.testing import compare
-from flashqsa.values import FP8, MAX_TOKENS
+from flashqsa.values import FP8, MAX_TOKENS, Run
 
 SPEC = QsaSpec(q_heads=6, kv_heads=2, head_dim=16, index_heads=2, index_dim=8, top_blocks=2)
 Arguments = dict[str, Any]
@@ -298,6 +298,62 @@ def test_bounds_on_positions(call: PublicCall, bound: object) -> None:
     assert error.wanted == f"a whole number from -1 to {MAX_TOKENS - 1}"
 
 
+RUNS = "runs of requests from 0, one after the other within the 7 rows"
+REACH = "a last_position from stop - start - 1 to max_position = 21"
+
+
+@pytest.mark.parametrize("call", CALLS, ids=str)
+@pytest.mark.parametrize(
+    ("runs", "wanted", "got"),
+    [
+        ([Run(0, 0, 3, 21)], "a tuple of Run, or None", "list"),
+        (((0, 0, 3, 21),), "runs of four whole numbers", "(0, 0, 3, 21)"),
+        ((Run(0, 0, 3.0, 21),), "runs of four whole numbers", "Run(request=0, start=0, stop=3.0, last_position=21)"),  # type: ignore[arg-type]
+        ((Run(-1, 0, 3, 21),), RUNS, "Run(request=-1, start=0, stop=3, last_position=21)"),
+        ((Run(0, -1, 3, 21),), RUNS, "Run(request=0, start=-1, stop=3, last_position=21)"),
+        ((Run(0, 2, 2, 21),), RUNS, "Run(request=0, start=2, stop=2, last_position=21)"),
+        ((Run(0, 0, 8, 21),), RUNS, "Run(request=0, start=0, stop=8, last_position=21)"),
+        ((Run(0, 0, 4, 21), Run(1, 3, 6, 18)), RUNS, "Run(request=1, start=3, stop=6, last_position=18)"),
+        ((Run(1, 3, 6, 18), Run(0, 0, 3, 21)), RUNS, "Run(request=0, start=0, stop=3, last_position=21)"),
+        ((Run(0, 0, 3, 22),), REACH, "Run(request=0, start=0, stop=3, last_position=22)"),
+        ((Run(0, 0, 3, 1),), REACH, "Run(request=0, start=0, stop=3, last_position=1)"),
+    ],
+)
+def test_runs_that_cannot_be(call: PublicCall, runs: object, wanted: str, got: str) -> None:
+    error = refused(call, {**call.arguments(), "rows": replace(rows(), runs=runs)})  # type: ignore[arg-type]
+    assert (error.argument, error.wanted, error.got) == ("rows.runs", wanted, got)
+
+
+@pytest.mark.parametrize("call", [SELECT, ATTEND, BOTH], ids=str)
+def test_runs_of_other_requests(call: PublicCall) -> None:
+    stray = replace(rows(), runs=(Run(0, 0, 3, 21), Run(2, 3, 6, 18)))
+    error = refused(call, {**call.arguments(), "rows": stray})
+    assert (error.argument, error.wanted, error.got) == ("rows.runs", "requests below 2", "2")
+
+
+@pytest.mark.parametrize("call", [SELECT, ATTEND, BOTH, WRITE_INDEX, WRITE_KV], ids=str)
+@pytest.mark.parametrize(
+    ("runs", "wanted", "got"),
+    [
+        ((Run(0, 0, 4, 21),), "the request of each row", "1 at [3]"),
+        ((Run(1, 0, 1, 21),), "the request of each row", "0 at [0]"),
+        ((Run(0, 0, 3, 20), Run(1, 3, 6, 18)), "a last_position that no row's position passes", "19 at [0]"),
+        ((Run(0, 0, 3, 21), Run(1, 4, 6, 17)), "a last_position that no row's position passes", "17 at [4]"),
+    ],
+)
+def test_runs_that_the_tensors_contradict(call: PublicCall, runs: tuple[Run, ...], wanted: str, got: str) -> None:
+    arguments = {**call.arguments(), "rows": replace(rows(), runs=runs)}
+    error = refused(call, arguments)
+    assert (error.argument, error.wanted, error.got) == ("rows.runs", wanted, got)
+    call.function(**arguments, check_values=False)
+
+
+def test_runs_may_leave_rows_out_and_hold_padding() -> None:
+    for runs in ((), (Run(1, 4, 6, 18),), (Run(0, 0, 3, 21), Run(1, 3, 7, 19)), (Run(0, 1, 2, 20), Run(0, 2, 3, 21))):
+        got = flashqsa.select_blocks(**{**select_arguments(), "rows": replace(rows(), runs=runs)})
+        assert compare.same_selection(got, flashqsa.select_blocks(**select_arguments())) is None
+
+
 @pytest.mark.parametrize("call", [ATTEND, BOTH, WRITE_KV, PLAN], ids=str)
 def test_a_page_of_6_tokens(call: PublicCall) -> None:
     cache = KvCache.interleaved(torch.ones(8, 2, 6, 2, 16), table())
@@ -423,7 +479,7 @@ def test_plans(call: PublicCall) -> None:
     assert (error.argument, error.got) == ("route", "'xqa'")
     for other in (
         {"rows": Rows.from_lengths([3, 3], [22, 19])},  # 6 rows
-        {"rows": replace(rows(), max_position=20)},  # too low a bound
+        {"rows": replace(rows(), max_position=20, runs=None)},  # too low a bound
         {"spec": replace(SPEC, top_blocks=1)},
     ):
         wrong = flashqsa.plan_batch(**{**plan_arguments(), **other})

@@ -26,7 +26,7 @@ from flashqsa.values import QsaSpec, Rows, Selection
 transformers = pytest.importorskip("transformers")
 
 COMMANDS = ("run", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
-TINY = ["run", "--preset", "tiny", "--tokens", "150", "--chunk", "64", "--decode", "3"]
+TINY = ["run", "--device", "cpu", "--preset", "tiny", "--tokens", "150", "--chunk", "64", "--decode", "3"]
 
 
 def invoke(*arguments: str, text: str | None = None) -> Any:
@@ -224,7 +224,7 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_an_unknown_preset_is_told_the_known_ones() -> None:
-    refused(invoke("run", "--preset", "huge"), "wanted one of demo, demo-2x, demo-apart, tiny; got 'huge'")
+    refused(invoke("run", "--preset", "huge"), "wanted one of demo, demo-2x, demo-apart, tiny, released; got 'huge'")
 
 
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:
@@ -311,6 +311,16 @@ def test_explain_answers_for_gpus_that_are_not_here(device: str) -> None:
         told_of = len(found["refused"]) + len(found["unused"]) + (found["route"] is not None)
         assert told_of == len(candidates)
         assert all(refusal["reason"] for refusal in found["refused"])
+
+
+@pytest.mark.parametrize(
+    ("requests", "more", "fewest"), [("1", (), 64), ("4", (), 64), ("4", ("--batch-invariant",), None)]
+)
+def test_explain_says_from_where_on_cublas_scores(requests: str, more: tuple[str, ...], fewest: int | None) -> None:
+    asked = ("explain", "--device", "rtx8000", "--dtype", "fp16", "--rows", "1616", "--requests", requests, *more)
+    asked += ("--context", "184000", "--heads", "12/1")
+    assert told(invoke(*asked, "--json", "-"))["plan"]["fewest_product_rows"] == fewest
+    assert ("cuBLAS scores" in invoke(*asked).stdout) == (fewest is not None)
 
 
 def test_explain_keeps_a_pin() -> None:

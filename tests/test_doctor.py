@@ -6,7 +6,7 @@ import ctypes
 import json
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
@@ -17,7 +17,7 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from flashqsa import device, pipeline
+from flashqsa import device, machine, pipeline
 from flashqsa.__main__ import app
 from flashqsa.cli import doctor
 from flashqsa.device import DeviceFacts
@@ -56,7 +56,7 @@ def test_a_good_install_passes() -> None:
     assert {"routes on cpu", "self-test on cpu"} <= set(needed)
     assert str(torch.__version__) in found["torch"]["detail"]
     routes = found["routes on cpu"]["detail"]
-    assert "prefill cpu:plain then cpu:grouped" in routes
+    assert "prefill cpu:fused then cpu:grouped" in routes
     assert "decode cpu:plain then cpu:xqa" in routes
     assert "short cpu:everything then cpu:dense" in routes
 
@@ -174,17 +174,26 @@ def nvrtc(version: tuple[int, int], *archs: int) -> library.Nvrtc:
 
 
 @pytest.fixture
-def gpu(monkeypatch: pytest.MonkeyPatch) -> Callable[[DeviceFacts], None]:
-    """Makes one GPU of given facts appear, with a compiler for every GPU; its kernels cannot run."""
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[DeviceFacts], None]]:
+    """Makes one GPU of given facts appear, with a compiler for newer GPUs; its kernels cannot run."""
 
     def appear(facts: DeviceFacts) -> None:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
         here = device.facts_of
-        monkeypatch.setattr(device, "facts_of", lambda where: facts if where.type == "cuda" else here(where))
+        monkeypatch.setattr(machine, "facts_of", lambda where: facts if where.type == "cuda" else here(where))
+        monkeypatch.setattr(device, "find_spec", lambda name: name)
         monkeypatch.setattr(library, "installed", lambda: (nvrtc((13, 0), 80, 90, 120),))
+        look_again()
 
-    return appear
+    yield appear
+    look_again()
+
+
+def look_again() -> None:
+    """As in another process."""
+    for cached in (machine._facts_here, machine.maker_of, machine.log_refusal):
+        cached.cache_clear()
 
 
 def verdict(
@@ -232,9 +241,7 @@ def test_a_gpu_without_triton_says_what_lacks(gpu: Callable[[DeviceFacts], None]
     code, found, _ = report()
     assert code == 0
     assert found["routes on cuda:0"]["state"] == "missing"
-    assert (
-        "no route; triton is not installed, which its kernels (sm90, smxx) need" in found["routes on cuda:0"]["detail"]
-    )
+    assert "no route; triton is not installed. Its kernels (sm90, smxx) need it" in found["routes on cuda:0"]["detail"]
 
 
 def test_a_gpu_that_works_is_told_with_its_routes(
@@ -247,7 +254,7 @@ def test_a_gpu_that_works_is_told_with_its_routes(
     routes = found["routes on cuda:0"]["detail"]
     assert "H200 (sm_90): prefill smxx:plain then sm90:grouped, decode smxx:plain then smxx:splitk" in routes
     assert "short smxx:everything then sm90:dense" in routes
-    assert "NVRTC 13.0 (libnvrtc.so.13) compiles for sm_90; cubins in " in found["compiler for cuda:0"]["detail"]
+    assert "NVRTC 13.0 (libnvrtc.so.13), for sm_90; cubins in " in found["compiler for cuda:0"]["detail"]
     assert asked == [(name, "cuda:0") for name in doctor.GPU_CASES]
     assert "right, error 0.25 of allowed" in found["self-test on cuda:0"]["detail"]
     result = CliRunner().invoke(app, ["doctor"])
@@ -283,17 +290,32 @@ def test_a_gpu_without_a_compiler_is_told_what_to_install(
     gpu(DeviceFacts.named("h200"))
     asked = verdict(monkeypatch)
     monkeypatch.setattr(library, "installed", lambda: (nvrtc((11, 8), 50, 89),))
+    look_again()
     code, found, told = report()
     assert (code, told["works_on"], asked) == (0, [], [])
-    assert found["compiler for cuda:0"]["state"] == "missing"
-    assert "no NVRTC here compiles for sm_90" in found["compiler for cuda:0"]["detail"]
-    assert "Install nvidia-cuda-nvrtc" in found["compiler for cuda:0"]["detail"]
+    routes = found["routes on cuda:0"]
+    assert routes["state"] == "missing"
+    assert "H200 (sm_90): no route; no NVRTC here compiles for sm_90" in routes["detail"]
+    assert "Install nvidia-cuda-nvrtc" in routes["detail"]
+    assert "Its kernels (sm90, smxx) need it" in routes["detail"]
+    assert {"compiler for cuda:0", "self-test on cuda:0"}.isdisjoint(found)
+
+
+def test_a_gpu_whose_tiles_do_not_fit_is_told_so(
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu(replace(DeviceFacts.named("rtx4090"), shared_memory_bytes=1 << 10))
+    asked = verdict(monkeypatch)
+    code, found, told = report()
+    assert (code, told["works_on"], asked) == (0, [], [])
+    assert found["routes on cuda:0"]["state"] == "missing"
+    assert "no route; select: 4 index heads of 128 need" in found["routes on cuda:0"]["detail"]
 
 
 @pytest.mark.gpu
 def test_the_doctor_passes_on_this_gpu() -> None:
     code, found, told = report()
-    if "smxx" not in device.facts_of(torch.device("cuda:0")).kernel_sets:
+    if "smxx" not in machine.facts_here(torch.device("cuda:0")).kernel_sets:
         assert found["routes on cuda:0"]["state"] == "missing"
         return
     assert code == 0, found

@@ -41,7 +41,7 @@ def tree_of(path: str) -> ast.Module:
     return ast.parse((ROOT / path).read_text("utf-8"))
 
 
-PUBLIC = {"__init__", "check", "device", "knobs", "pipeline", "plan", "route", "values"}
+PUBLIC = {"__init__", "check", "device", "knobs", "machine", "merge", "pipeline", "plan", "route", "support", "values"}
 MAY_IMPORT = {
     "values": set(),
     "device": set(),
@@ -49,15 +49,24 @@ MAY_IMPORT = {
     "tables": set(),
     "config": {"device", "tables", "values"},
     "attend_shape": {"device", "tables", "values"},
-    "route": {"attend_shape", "config", "device", "values"},
-    "plan": {"attend_shape", "config", "device", "knobs", "route", "values"},
-    "check": {"knobs", "plan", "route", "values"},
+    "product_shape": {"config", "device", "tables", "values"},
+    "score_split": {"config", "tables", "values"},
+    "select_shape": {"device", "values"},
+    "machine": {"device", "kernels.nvrtc"},
+    "route": {"attend_shape", "config", "device", "product_shape", "select_shape", "values"},
+    "plan": {
+        *("attend_shape", "config", "device", "knobs", "machine", "product_shape", "route", "score_split"),
+        *("select_shape", "values"),
+    },
+    "check": {"device", "knobs", "plan", "route", "values"},
+    "support": {"check", "device", "machine", "route", "values"},
     "reference": {"values"},
-    "kernels": {"attend_shape", "config", "kernels.nvrtc", "plan", "values"},
+    "kernels": {"attend_shape", "config", "kernels.nvrtc", "plan", "product_shape", "score_split", "values"},
     "kernels.nvrtc": {"attend_shape", "config", "knobs", "values"},
-    "kernels.sm90": {"attend_shape", "config", "kernels.nvrtc", "kernels.smxx", "plan", "values"},
+    "kernels.sm90": {"attend_shape", "config", "kernels.nvrtc", "kernels.smxx", "plan", "select_shape", "values"},
     "capture": PUBLIC,
-    "pipeline": PUBLIC - {"__init__"} | {"attend_shape", "capture", "config", "kernels", "reference"},
+    "pipeline": PUBLIC - {"__init__"} | {"attend_shape", "capture", "kernels", "reference", "select_shape"},
+    "merge": {"check", "machine", "pipeline", "reference", "values"},
     "ops": {"pipeline", "values"},
     "testing": {"device", "pipeline", "plan", "reference", "route", "values"},
     "integrations": PUBLIC | {"ops"},
@@ -166,8 +175,10 @@ def docstring(path: str, tree: ast.Module) -> Iterator[str]:
 
 environment = only_in("flashqsa/knobs.py", "environ", "environb", "getenv", "putenv")
 properties = only_in("flashqsa/device.py", "get_device_properties", "get_device_capability", "get_device_name")
-WALLS = [imports, plan_types, environment, properties, refusals, broad_except, docstring]
-WALL_NAMES = ["imports", "plan_types", "environment", "properties", "refusals", "broad_except", "docstring"]
+# Facts without what the machine lacks lead to a route whose kernels cannot be made; `facts_here` is for everyone else.
+facts = only_in("flashqsa/machine.py", "facts_of")
+WALLS = [imports, plan_types, environment, properties, facts, refusals, broad_except, docstring]
+WALL_NAMES = ["imports", "plan_types", "environment", "properties", "facts", "refusals", "broad_except", "docstring"]
 
 
 @pytest.mark.parametrize("wall", WALLS, ids=WALL_NAMES)
@@ -206,6 +217,8 @@ def test_the_package_keeps_the_wall(wall: Callable[[str, ast.Module], Iterator[s
         (environment, "cli/run", "import os\nx = os.getenv('A')"),
         (properties, "route", "import torch\nx = torch.cuda.get_device_properties(0)"),
         (properties, "cli/doctor", "from torch.cuda import get_device_capability"),
+        (imports, "machine", "from flashqsa.kernels.sm7x import attend"),
+        (facts, "pipeline", "from flashqsa.device import DeviceFacts, facts_of"),
         (refusals, "pipeline", "raise InputError('q', 'a', 'b')"),
         (refusals, "cli/run", "error = check.InputError('q', 'a', 'b')"),
         (refusals, "cli/run", "raise check.InputError"),
@@ -234,6 +247,7 @@ def test_a_wall_finds_a_planted_breach(
         (plan_types, "kernels/cpu/score", "from flashqsa.plan import AttendPlan"),
         (environment, "knobs", "import os\nx = os.environ.get('A')"),
         (properties, "device", "x = torch.cuda.get_device_properties(0)"),
+        (facts, "machine", "from flashqsa.device import facts_of"),
         (refusals, "check", "raise InputError('q', 'a', 'b')"),
         (refusals, "cli/run", "try:\n    x = 1\nexcept InputError:\n    raise"),
         (broad_except, "cli/doctor", "try:\n    x = 1\nexcept Exception:\n    x = 2"),

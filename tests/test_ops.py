@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import flashqsa
-from flashqsa import ops
+from flashqsa import capture, ops
 from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
 
 SPEC = QsaSpec(q_heads=6, kv_heads=2, head_dim=64, index_heads=2, index_dim=32, top_blocks=4)
@@ -78,6 +78,24 @@ def test_operators_return_what_the_calls_return(cache_dtype):
     ):
         assert torch.equal(found[0], output)
         assert torch.equal(found[1], lse)
+
+
+def test_runs_reach_the_calls():
+    index_q, q, gate, index, kv, rows = small_call()
+    select, both = select_operands(index_q, index, rows), qsa_operands(index_q, q, index, kv, rows, gate)
+    for operator, operands in ((ops.select_blocks, select), (ops.qsa_attention, both)):
+        noted: list[capture.Noted] = []
+        with capture.listening(noted.append):
+            wanted, found = operator(*operands), operator(*operands, ops.pack_runs(rows.runs))
+            assert all(torch.equal(a, b) for a, b in zip(wanted, found, strict=True))
+            operator(*operands, [])
+        runs = [call.rows.runs for call in noted]
+        assert (runs[0], runs[len(runs) // 3], runs[-1]) == (None, rows.runs, ())
+        with pytest.raises(flashqsa.InputError, match=r"rows\.runs: wanted requests below 3; got 5"):
+            operator(*operands, [5, 0, 3, 39])
+        torch.library.opcheck(
+            operator, (*operands, ops.pack_runs(rows.runs)), test_utils=("test_schema", "test_faketensor")
+        )
 
 
 def test_schemas_and_fakes_hold():

@@ -195,7 +195,9 @@ def can_serve(candidate: Route, call: Call, facts: DeviceFacts, pinned: bool) ->
     if candidate.kernel_set not in facts.kernel_sets:
         return False
     below_budget = call.max_position < 4 * call.spec.top_blocks + 3
+    long_chunk = call.rows_per_request >= 64 and call.max_position >= 4 * 8192 - 1
     return {
+        "fused": pinned or long_chunk,
         "everything": below_budget,
         "dense": below_budget,
         "grouped": call.rows > call.requests,
@@ -207,7 +209,11 @@ def can_serve(candidate: Route, call: Call, facts: DeviceFacts, pinned: bool) ->
 @settings(max_examples=40)
 def test_without_a_pin_the_first_candidate_that_can_serve_is_taken(call: Call) -> None:
     for stage, candidates in CANDIDATES.items():
-        able = [c.route for c in candidates if c.route.kernel_set == "cpu" and c.refusal(call, CPU) is None]
+        able = [
+            c.route
+            for c in candidates
+            if c.route.kernel_set == "cpu" and c.refusal(call, CPU) is None and c.passed_over(call, CPU) is None
+        ]
         assert choose_route(stage, call, CPU).route == able[0]
 
 
@@ -219,7 +225,8 @@ def test_without_a_pin_the_first_candidate_that_can_serve_is_taken(call: Call) -
         ("grouped", PREFILL, ("cpu:plain", "cpu:grouped")),
         ("plain", SHORT, ("cpu:plain", "cpu:dense")),
         ("cpu:plain", SHORT, ("cpu:plain", "cpu:dense")),
-        ("cpu", PREFILL, ("cpu:plain", "cpu:grouped")),
+        ("cpu", PREFILL, ("cpu:fused", "cpu:grouped")),
+        ("cpu:plain", replace(PREFILL, max_position=99_999), ("cpu:plain", "cpu:grouped")),
         ("cpu", SHORT, ("cpu:everything", "cpu:dense")),
         ("reference", DECODE, ("reference", "reference")),
     ],
@@ -308,8 +315,8 @@ def test_a_plan_of_another_batch_is_refused(field: str) -> None:
 
 
 def select_plan(call: Call, limit: int) -> SelectPlan:
-    """The CPU's sizes of the select stage."""
-    return plan_select(call, choose_route("select", call, CPU), CPU, limit)
+    """The CPU's sizes of the select stage where scores are kept."""
+    return plan_select(call, choose_route("select", call, CPU, "plain"), CPU, limit)
 
 
 @given(CALLS, st.integers(1, 64 << 20))
@@ -359,7 +366,7 @@ def test_a_small_workspace_changes_no_bit_of_a_selection(monkeypatch: pytest.Mon
     assert compare.same_bits(outcome(inputs, plan=narrow)[0], wanted)
     monkeypatch.setenv("FLASHQSA_WORKSPACE_MIB", "1")
     assert compare.same_bits(outcome(inputs)[0], wanted)
-    large = make_plan(replace(PREFILL, max_position=262_143), CPU)
+    large = make_plan(replace(PREFILL, max_position=262_143), CPU, "plain")
     assert large.workspace_bytes <= 65536 * 5 * 4  # one row of scores is already more than the limit
     assert large.select.chunk_rows == 1
 
@@ -422,6 +429,7 @@ def test_each_route_and_each_refusal_is_logged_once(
     assert first == [
         f"select takes cpu:plain {where}",
         f"select refuses cpu:everything {where}: rows see up to 94 blocks and select 8",
+        f"select refuses cpu:fused {where}: scores in full are faster below 64 rows per request, got 1",
         f"attend takes cpu:xqa {where}",
         f"attend refuses cpu:dense {where}: rows see up to 94 blocks and select 8",
         f"attend refuses cpu:grouped {where}: 16 rows of 16 requests: no more rows than requests",

@@ -7,12 +7,8 @@ compiled for it with either kind of product, and as PTX of compute_70 and comput
 from __future__ import annotations
 
 import re
-import subprocess
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from importlib import import_module
-from importlib.util import find_spec
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -33,23 +29,25 @@ from flashqsa.config import (
     topk_config,
 )
 from flashqsa.device import DeviceFacts, facts_of
-from flashqsa.kernels.nvrtc import NvrtcNotFoundError, Source, compile_source, empty_selection
+from flashqsa.kernels.nvrtc import NvrtcNotFoundError, Source, compile_source, empty_selection, products
+from flashqsa.kernels.nvrtc.products import products_source
 from flashqsa.kernels.nvrtc.topk import topk
-from flashqsa.kernels.sm7x.score import ScoreVariant, products_source, score
+from flashqsa.kernels.sm7x.score import ScoreVariant, score
 from flashqsa.tables.score_sm7x import TILES
 from flashqsa.testing import compare
 from flashqsa.testing.cases import CASES, Case, named, spec_of
 from flashqsa.testing.inputs import Inputs, build, fill_unwritten, relocate, take_rows
 from flashqsa.values import FP8, IndexCache, QsaSpec, Rows, Scores
-from tests.both_devices import poisoned_memory
-from tests.nvrtc_emulate import CXX
-from tests.sm7x_score_emulate import emulated_scores
+from tests.sm7x_score_emulate import (
+    KINDS,
+    TURING,
+    VOLTA,
+    Machine,
+    machine_named,
+)
 from tests.test_smxx_score import failure
 
-stage = import_module("flashqsa.kernels.sm7x.score")  # the package has a function of this name
-
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
-VOLTA, TURING = (7, 0), (7, 5)
 GPUS = ("v100", "t4", "rtx2080ti", "rtx8000")
 ANY = (0, 0)
 """Stands for the capability of the machine in `WINDOWS`."""
@@ -88,49 +86,7 @@ NAMES = (
 )
 
 
-@dataclass(frozen=True)
-class Machine:
-    """Where kernels run, what they are compiled for, and with which kind of product."""
-
-    device: str
-    capability: tuple[int, int]
-    quad_pairs: bool
-
-    def scores(self, inputs: Inputs, config: Sm7xScoreConfig) -> Scores:
-        """Scores written over NaN."""
-        config = replace(config, capability=self.capability, quad_pairs=self.quad_pairs)
-        with poisoned_memory():
-            return score(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec, config)
-
-    def build(self, case: Case) -> Inputs:
-        """Inputs of a case in dtypes that the stage takes."""
-        return build(replace(case, q_dtype=FP16, cache_dtype=FP8 if case.cache_dtype == FP8 else FP16), self.device)
-
-
-@contextmanager
-def as_ptx() -> Iterator[None]:
-    """Kernels are compiled to PTX of the virtual architecture of their capability."""
-    plain, plain_products = vars(ScoreVariant)["source"].fget, products_source
-    stage._score_kernel.cache_clear()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ScoreVariant, "source", property(lambda variant: replace(plain(variant), virtual=True)))
-        patch.setattr(stage, "products_source", lambda *kind: replace(plain_products(*kind), virtual=True))
-        yield
-    stage._score_kernel.cache_clear()
-
-
-KINDS = [
-    "volta",
-    "turing",
-    *(
-        pytest.param(f"{kind}-{how}", marks=pytest.mark.gpu)
-        for kind in ("volta", "turing")
-        for how in ("native", "ptx")
-    ),
-]
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of the emulated kernels: each is compiled once."""
     return tmp_path_factory.mktemp("sm7x")
@@ -139,25 +95,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=KINDS)
 def machine(request: pytest.FixtureRequest, folder: Path) -> Iterator[Machine]:
     """The emulator, or the GPU that is here, with Volta's products or Turing's."""
-    kind, _, how = str(request.param).partition("-")
-    volta = kind == "volta"
-    if how == "native":
-        capability = facts_of(torch.device("cuda", 0)).capability
-        assert capability is not None
-        yield Machine("cuda", capability, volta)
-    elif how == "ptx":
-        capability = VOLTA if volta else TURING
-        try:
-            compile_source(replace(products_source(e4m3=False, aligned=True), virtual=True), capability)
-        except NvrtcNotFoundError as error:
-            pytest.skip(str(error))
-        with as_ptx():
-            yield Machine("cuda", capability, volta)
-    else:
-        if CXX is None:
-            pytest.skip("no g++ here to compile the kernels for the CPU")
-        with emulated_scores(folder):
-            yield Machine("cpu", VOLTA if volta else TURING, volta)
+    with machine_named(str(request.param), folder) as found:
+        yield found
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -221,9 +160,9 @@ def test_products_of_one_request(case: Case, machine: Machine) -> None:
     assert failure(wide, inputs) is None
 
 
-def test_several_requests_are_not_cublas_s(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_requests_without_runs_are_not_cublas_s(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     inputs = machine.build(named("pages-of-784"))
-    monkeypatch.setattr(stage, "multiply", None)
+    monkeypatch.setattr(products, "multiply", None)
     assert failure(machine.scores(inputs, PRODUCTS), inputs) is None
 
 
@@ -290,7 +229,7 @@ def test_views_of_wider_memory(more: int, dtype: torch.dtype, config: Sm7xScoreC
     queries = torch.full((inputs.rows.count, 5, dim + more), float("nan"), dtype=FP16, device=machine.device)
     queries[:, :4, :dim] = inputs.index_q
     viewed = replace(inputs, index_q=queries[:, :4, :dim], index_cache=replace(cache, keys=pool[:, :blocks, :dim]))
-    assert stage._aligned(viewed.index_q, viewed.index_cache.keys) == (more == 16)
+    assert products.is_aligned(viewed.index_q, viewed.index_cache.keys) == (more == 16)
     assert failure(machine.scores(viewed, config), viewed) is None
 
 
@@ -355,7 +294,9 @@ def test_long_requests_the_same_twice_and_through_the_top_k(machine: Machine, dt
     spec = QsaSpec(top_blocks=64)
     inputs = machine.build(Case("long", (200,), (20_000,), spec, FP16, dtype, exact_scores=False))
     facts = DeviceFacts.named("rtx8000")
-    paged = sm7x_score_config(spec, 200, 2, inputs.rows.max_position, facts, 1 << 27)
+    planned = sm7x_score_config(spec, 200, 1, inputs.rows.max_position, facts, 1 << 27)
+    assert planned.product_columns > 0
+    paged = replace(planned, product_columns=0)
     for config in (paged, replace(paged, product_columns=1024), replace(paged, product_columns=5120)):
         got = machine.scores(inputs, config)
         assert failure(got, inputs) is None
@@ -438,7 +379,7 @@ def test_configurations_are_legal_and_cover_every_block(gpu: str, invariant: boo
     for spec in (QsaSpec(), QsaSpec(index_heads=32), QsaSpec(index_heads=32, index_dim=256), QsaSpec(index_heads=1)):
         for rows, requests in ((0, 0), (1, 1), (1, 3), (64, 64), (320, 64), (1616, 1), (1616, 3), (8192, 1), (40, 7)):
             for position in (-1, 0, 3000, 183_999, (1 << 20) - 1):
-                chunk = sm7x_score_chunk_rows(spec, rows, requests, position, limit, invariant)
+                chunk = sm7x_score_chunk_rows(spec, rows, position, limit, invariant)
                 config = sm7x_score_config(spec, chunk, requests, position, facts, limit, invariant)
                 width = max(spec.visible_blocks(position), 1)
                 assert 1 <= config.window <= config.rows
@@ -450,9 +391,8 @@ def test_configurations_are_legal_and_cover_every_block(gpu: str, invariant: boo
                 assert config.quad_pairs == (gpu == "v100")
                 needed = sm7x_score_bytes(spec, config, chunk, position)
                 assert chunk == 1 or needed <= limit or config.product_columns == 128
-                if invariant or requests != 1:
-                    assert config.product_columns == 0
                 if invariant:
+                    assert config.product_columns == 0
                     assert config.rows == sm7x_score_config(spec, 1, 1, 9, facts, limit, True).rows
 
 
@@ -462,11 +402,11 @@ def test_long_requests_take_cublas_and_short_ones_do_not() -> None:
     def columns(rows: int, requests: int, tokens: int) -> int:
         return sm7x_score_config(QsaSpec(), rows, requests, tokens - 1, facts, limit).product_columns
 
-    assert columns(1616, 1, 29_000) > 0
-    assert columns(320, 1, 184_000) > 0
-    assert columns(16, 1, 184_000) == 0
-    assert columns(64, 1, 29_000) == 0
-    assert columns(1616, 2, 29_000) == 0
+    for requests in (1, 3):
+        assert columns(1616, requests, 29_000) > 0
+        assert columns(320, requests, 184_000) > 0
+        assert columns(16, requests, 184_000) == 0
+        assert columns(64, requests, 29_000) == 0
 
 
 # From here on a real NVRTC compiles; without one for the architecture the test is skipped.
@@ -510,32 +450,3 @@ def test_no_variant_spills(capability: tuple[int, int], e4m3: bool) -> None:
     for aligned in (False, True):
         _, log = compiled(products_source(e4m3, aligned), capability)
         assert re.findall(r"(\d+) bytes spill stores", log) == ["0", "0"]
-
-
-def disassembled(cubin: bytes, folder: Path) -> str:
-    """SASS of a cubin, by the disassembler of Triton's wheel; skips where it does not know the architecture."""
-    found = find_spec("triton")
-    assert found is not None
-    tools = [Path(place) / "backends/nvidia/bin/nvdisasm" for place in found.submodule_search_locations or ()]
-    tool = next((tool for tool in tools if tool.exists()), None)
-    if tool is None:
-        pytest.skip("Triton's wheel brings no disassembler")
-    (folder / "kernel.cubin").write_bytes(cubin)
-    done = subprocess.run([str(tool), "-c", str(folder / "kernel.cubin")], capture_output=True, text=True, check=False)
-    if done.returncode != 0:
-        pytest.skip(f"nvdisasm: {done.stderr.strip()}")
-    return done.stdout
-
-
-@pytest.mark.usefixtures("empty_cache")
-@pytest.mark.parametrize(
-    ("capability", "product", "steps"),
-    [(VOLTA, "HMMA.884.F32.F32.STEP", 4), (TURING, "HMMA.1688.F32", 1)],
-    ids=["sm_70", "sm_75"],
-)
-def test_products_are_on_tensor_cores(capability: tuple[int, int], product: str, steps: int, tmp_path: Path) -> None:
-    cubin, _ = compiled(variant_of(QsaSpec(), 16, 2, False, capability).source, capability)
-    text = disassembled(cubin, tmp_path)
-    # 64 lines by 32 blocks by 128: each of Turing's products is 16 x 8 x 8, each of Volta's four 8 x 8 x 4.
-    volume = 1024 if capability == TURING else 4 * 256
-    assert text.count(product) == 64 * 32 * 128 // volume * steps

@@ -85,11 +85,45 @@ def test_rows_of_ragged_requests() -> None:
     assert rows.visible_tokens.tolist() == [9, 10, 1, 2, 3, 0, 0]
 
 
+@st.composite
+def ragged(draw: st.DrawFn) -> Rows:
+    """Rows of requests, some without any, and padding after them."""
+    lengths = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 9)), max_size=5))
+    queries, contexts = [count for count, _ in lengths], [count + before for count, before in lengths]
+    return Rows.from_lengths(queries, contexts, pad_to=sum(queries) + draw(st.integers(0, 3)))
+
+
+@given(ragged(), st.data())
+def test_runs_say_what_the_tensors_say(rows: Rows, data: st.DataObject) -> None:
+    start = data.draw(st.integers(0, rows.count))
+    stop = data.draw(st.integers(start, rows.count))
+    for part in (rows, rows.slice(start, stop), rows.slice(start, rows.count + 5)):
+        assert part.runs is not None
+        assert part.run_fault is None
+        owners = [-1] * part.count
+        for run in part.runs:
+            assert run.start < run.stop
+            owners[run.start : run.stop] = [run.request] * (run.stop - run.start)
+            assert run.last_position == int(part.position[run.stop - 1])
+        assert owners == part.request.tolist()
+        assert part.highest_request == max(owners, default=-1)
+
+
+def test_runs_are_kept_through_tensors() -> None:
+    rows = Rows.from_lengths([2, 0, 3], [10, 99, 3], pad_to=7)
+    assert rows.runs == ((0, 0, 2, 9), (2, 2, 5, 2))
+    again = Rows.from_tensors(rows.request.long(), rows.position, runs=list(rows.runs))
+    assert again.runs == rows.runs
+    plain = Rows.from_tensors(rows.request, rows.position)
+    assert (plain.runs, plain.slice(1, 4).runs, plain.highest_request) == (None, None, -1)
+
+
 @pytest.mark.parametrize(("queries", "contexts"), [([], []), ([0, 0], [5, 9])])
 def test_no_rows(queries: list[int], contexts: list[int]) -> None:
     rows = Rows.from_lengths(queries, contexts)
     assert (rows.count, rows.max_position) == (0, -1)
     assert rows.request.dtype == torch.int32
+    assert rows.runs == ()
     assert Rows.from_lengths(queries, contexts, pad_to=2).live.tolist() == [False, False]
 
 

@@ -115,6 +115,10 @@ def bench(
     """Runs the cases; the exit code is FAILED unless each was right and timed. Raises UserError, InputError."""
     cases = asked_cases(kind, suite, wanted)
     check_plot_target(plot)
+    if settings.route is not None and any(case.every_route for case in cases):
+        raise UserError(
+            f"--route {settings.route}: some of these cases take each route in turn; leave out one of the two"
+        )
     run = _prepared(settings, {measure for case in cases for measure in case.measures})
     reports: list[CaseReport] = []
     with log_lines(screen, verbose=settings.verbose), on_device(run.device):
@@ -177,8 +181,7 @@ def _prepared(settings: Settings, measures: set[str]) -> _Run:
 def run_case(case: BenchCase, run: _Run) -> CaseReport:
     """One case: built, verified, timed. What does not fit or has no route is skipped, with the reason."""
     manner = run.manner(case)
-    outputs = case.rows * case.spec.q_heads * case.spec.head_dim * case.q_dtype.itemsize
-    needed, free = case.input_bytes + 4 * outputs + SPARE_BYTES, free_bytes(run.device)
+    needed, free = case.input_bytes + 4 * case.output_bytes + SPARE_BYTES, free_bytes(run.device)
     if free is not None and needed > free:
         reason = f"needs {mebibytes(needed)} of memory, {mebibytes(free)} are free"
         return CaseReport(case, "skipped", reason, manner.text(run.device))
@@ -197,14 +200,15 @@ def _run_case(case: BenchCase, run: _Run, manner: Manner) -> CaseReport:
     work = build_workload(case, run.device, run.settings.seed, run.selections)
     checked = [_check(measure, run) for measure in measures_of(work, run.setup)]
     failures = [f"{each.measure.name}: {each.verdict.failure}" for each in checked if each.verdict.failure]
-    timed: list[tuple[Times, Times | None] | None] = [None] * len(checked)
+    timed: list[tuple[Times, Times | None] | None] = []
     if not failures:
-        for index, each in enumerate(checked):
-            found = _timed(each, run, manner)
+        # Routes are compared, so they are timed in turn; stages one after the other.
+        for together in [checked] if case.every_route else [[each] for each in checked]:
+            found = _timed(together, run, manner)
             if isinstance(found, str):
-                failures.append(f"{each.measure.name}: {found}")
+                failures.append(found)
                 break
-            timed[index] = found
+            timed.extend(found)
     if failures:
         timed = [None] * len(checked)
     reports = [_report(each, times, run) for each, times in zip(checked, timed, strict=True)]
@@ -258,31 +262,43 @@ def _with_memory(call: Callable[[], Any], device: torch.device) -> tuple[Any, Me
         torch.cuda.synchronize(device)
         peak = torch.cuda.max_memory_allocated(device)
         return result, Memory(peak, peak - before)
-    process.reset_peak()
+    # What earlier calls left would be used again without showing.
+    told = process.give_back_freed_memory() and process.reset_peak()
+    held = process.resident_bytes()
     result = call()
-    return result, Memory(process.peak_bytes(), None)
+    peak = process.peak_bytes()
+    return result, Memory(peak, peak - held if told else None)
 
 
-def _timed(checked: _Checked, run: _Run, manner: Manner) -> tuple[Times, Times | None] | str:
-    """Times of ours, and of the peer where it was right; or what a replay got wrong."""
-    calls: list[Callable[[], Any]] = [checked.measure.call]
-    theirs = checked.measure.peer_call
-    if theirs is not None and checked.peer_verdict is not None and checked.peer_verdict.failure is None:
-        calls.append(theirs)
+def _timed(together: Sequence[_Checked], run: _Run, manner: Manner) -> list[tuple[Times, Times | None]] | str:
+    """Times of ours, each with the peer's where there is one and it was right; or what a replay got wrong.
+
+    together  measures whose calls are timed in turn
+    """
+    peers = [each.measure.peer_call if _peer_is_right(each) else None for each in together]
+    calls = [each.measure.call for each in together] + [call for call in peers if call is not None]
     if manner.graphs:
-        captured = _captured(calls, run, manner)
-        replayed = captured[0]()
-        torch.cuda.synchronize(run.device)
-        if not same_result(checked.result, replayed):
-            return "a replay of its CUDA graph gave other bits"
+        captured = _captured(calls, len(together), run, manner)
+        for each, graph in zip(together, captured, strict=False):
+            replayed = graph()
+            torch.cuda.synchronize(run.device)
+            if not same_result(each.result, replayed):
+                return f"{each.measure.name}: a replay of its CUDA graph gave other bits"
         calls = list(captured)
     found = time_calls(calls, run.device, manner)
-    return found[0], found[1] if len(found) > 1 else None
+    theirs = iter(found[len(together) :])
+    paired = zip(found, peers, strict=False)
+    return [(ours, None if peer is None else next(theirs)) for ours, peer in paired]
 
 
-def _captured(calls: Sequence[Callable[[], Any]], run: _Run, manner: Manner) -> list[GraphedCall]:
-    captured = [GraphedCall.capture(calls[0], run.device, manner.calls_per_sample)]
-    for call in calls[1:]:
+def _peer_is_right(checked: _Checked) -> bool:
+    return checked.peer_verdict is not None and checked.peer_verdict.failure is None
+
+
+def _captured(calls: Sequence[Callable[[], Any]], ours: int, run: _Run, manner: Manner) -> list[GraphedCall]:
+    """Each call as a CUDA graph: the first `ours` are our own, the others a peer's, which may not be made for one."""
+    captured = [GraphedCall.capture(call, run.device, manner.calls_per_sample) for call in calls[:ours]]
+    for call in calls[ours:]:
         try:
             captured.append(GraphedCall.capture(call, run.device, manner.calls_per_sample))
         except RuntimeError as error:

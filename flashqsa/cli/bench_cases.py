@@ -23,7 +23,7 @@ CONTEXTS = {"near": 24_240, "mid": 7_500, "far": 38_000, "equal": 38_000, "disjo
 CHUNK_ROWS = 1_616
 """Rows of the chunk that ends each of CONTEXTS."""
 
-SUITES = ("smoke", "targets", "full")
+SUITES = ("smoke", "targets", "sweep", "full")
 
 MEASURES = {
     "attention": ("attention",),
@@ -44,6 +44,7 @@ class BenchCase:
     context           tokens of each request
     dtype             of the caches; queries and gate have it too, or BF16 beside FP8
     regime            how much neighbouring rows share (`testing.selections`); in a case that scores, of its queries
+    every_route       of an indexer: whether each route that can serve it is timed, in turn
 
     >>> case = BenchCase("decode", 64, 4, 32768, QsaSpec(), torch.bfloat16, "equal")
     >>> case.rows, str(case)
@@ -59,6 +60,7 @@ class BenchCase:
     regime: str
     page_tokens: int = 16
     gate: bool = True
+    every_route: bool = False
 
     @property
     def rows(self) -> int:
@@ -95,10 +97,17 @@ class BenchCase:
             found += self.rows * spec.index_heads * spec.index_dim * q_size
         return found
 
+    @property
+    def output_bytes(self) -> int:
+        """Device memory of a result: the outputs of the rows, or their selection where nothing is attended to."""
+        if "attention" in self.measures:
+            return self.rows * self.spec.q_heads * self.spec.head_dim * self.q_dtype.itemsize
+        return self.rows * (self.spec.top_blocks + 1) * 4
+
     def __str__(self) -> str:
         spec, shared = self.spec, {"equal": " sharing"}.get(self.regime, "")
         heads = "" if self.kind == "indexer" else f", {spec.q_heads}/{spec.kv_heads}"
-        if self.kind == "decode":
+        if self.kind == "decode" or self.requests > 1:
             rows = f"{self.requests} x {self.rows_per_request} rows{shared if self.rows_per_request > 1 else ''}"
         else:
             rows = f"{self.rows} rows" + ("" if self.kind == "indexer" else f" {self.regime}")
@@ -121,6 +130,7 @@ class Wanted:
     page_tokens: str | None = None
     head_dim: int | None = None
     top_blocks: int | None = None
+    every_route: bool | None = None
 
     def given(self) -> list[str]:
         """Names of the options that were given."""
@@ -130,7 +140,7 @@ class Wanted:
 _COMMON = {"dtype", "context", "page_tokens", "head_dim", "top_blocks"}
 TAKES = {
     "attention": _COMMON | {"rows", "heads", "regime", "gate"},
-    "indexer": _COMMON - {"head_dim"} | {"rows"},
+    "indexer": _COMMON - {"head_dim"} | {"rows", "batch", "every_route"},
     "decode": _COMMON | {"batch", "rows_per_request", "heads", "share", "gate"},
     "pipeline": _COMMON | {"rows", "heads", "regime", "gate"},
 }
@@ -138,7 +148,7 @@ TAKES = {
 
 DEFAULTS = {
     "attention": Wanted("1616,8192", "24/2,12/1,6/1", ",".join(REGIMES), "bf16,fp16,fp8"),
-    "indexer": Wanted("64,1616,8192", "24/2", "far", "bf16", "29k,150k,184k,1M"),
+    "indexer": Wanted("64,1616,8192", "24/2", "far", "bf16", "29k,150k,184k,1M", "1"),
     "decode": Wanted(None, "24/2", None, "bf16", "32768,150k", "1,16,64", "1,4,5"),
     "pipeline": Wanted("1616,8192", "24/2", "far", "bf16", "38k,150k"),
 }
@@ -215,7 +225,7 @@ def cases_of(kind: str, wanted: Wanted) -> list[BenchCase]:
         return str(getattr(wanted, name) if getattr(wanted, name) is not None else getattr(default, name))
 
     decode = kind == "decode"
-    batches = whole_numbers("--batch", text("batch")) if decode else [1]
+    batches = whole_numbers("--batch", text("batch")) if "batch" in TAKES[kind] else [1]
     option = "rows_per_request" if decode else "rows"
     row_counts = whole_numbers(f"--{option.replace('_', '-')}", text(option))
     regimes = ["far" if wanted.share is False else "equal"] if decode else _regimes(text("regime"), kind)
@@ -234,7 +244,8 @@ def cases_of(kind: str, wanted: Wanted) -> list[BenchCase]:
         spec = QsaSpec(q_heads, kv_heads, wanted.head_dim or 256, top_blocks=wanted.top_blocks or 512)
         tokens = context or context_for(regime, rows, spec)
         gate = wanted.gate is not False
-        found.append(_checked(BenchCase(kind, batch, rows, tokens, spec, dtype, regime, page, gate)))
+        every = wanted.every_route is True
+        found.append(_checked(BenchCase(kind, batch, rows, tokens, spec, dtype, regime, page, gate, every)))
     return found
 
 
@@ -243,6 +254,8 @@ def _smoke() -> list[BenchCase]:
         *cases_of("attention", Wanted("64", "24/2", "near", "bf16", "4k")),
         *cases_of("attention", Wanted("64", "12/1", "far", "fp8", "4k")),
         *cases_of("indexer", Wanted(rows="64", context="8k")),
+        *cases_of("indexer", Wanted(rows="64", context="8k", every_route=True)),
+        *cases_of("indexer", Wanted(rows="1", context="8k", batch="3", every_route=True)),
         *cases_of("decode", Wanted(batch="3", rows_per_request="1,4", context="4k")),
         *cases_of("pipeline", Wanted(rows="64", context="4k")),
     ]
@@ -260,11 +273,24 @@ def _targets() -> list[BenchCase]:
     ]
 
 
+def _sweep() -> list[BenchCase]:
+    chunks = DEFAULTS["indexer"]
+    return [
+        *cases_of("indexer", Wanted(rows=chunks.rows, context=chunks.context, every_route=True)),
+        *cases_of("indexer", Wanted(rows="1", context="32768,131072,1M", batch="1,16,64", every_route=True)),
+    ]
+
+
 def _full() -> list[BenchCase]:
     return [case for kind in KINDS for case in cases_of(kind, Wanted())]
 
 
-_LISTS: dict[str, Callable[[], Sequence[BenchCase]]] = {"smoke": _smoke, "targets": _targets, "full": _full}
+_LISTS: dict[str, Callable[[], Sequence[BenchCase]]] = {
+    "smoke": _smoke,
+    "targets": _targets,
+    "sweep": _sweep,
+    "full": _full,
+}
 
 
 def asked_cases(kind: str, suite: str | None, wanted: Wanted) -> list[BenchCase]:

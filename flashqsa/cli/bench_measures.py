@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from flashqsa.cli.bench_counts import Counts, attention_counts, both_counts, sel
 from flashqsa.cli.bench_inputs import Workload
 from flashqsa.cli.bench_peer import Peer, as_selection
 from flashqsa.cli.bench_report import Verdict
+from flashqsa.plan import Plan
+from flashqsa.route import SELECT_CANDIDATES, route_refusal
 from flashqsa.testing.accuracy import has_scores, largest_error, own_sort_failure
 from flashqsa.testing.calls import pick_rows, selection_failure
 from flashqsa.values import Selection
@@ -62,10 +64,13 @@ def measures_of(work: Workload, setup: Setup) -> list[Measure]:
     chosen = work.selection
     pick = pick_rows(work.rows, 0 if case.rows <= ALL_ROWS else setup.check_rows)
     if "selection" in names:
-        stage = _selection_measure(work, setup, pick)
-        found.append(stage)
+        routes = _serving(_select_plan(work, None)) if case.every_route else [setup.route]
+        for index, route in enumerate(routes):
+            # The peer is timed once, in turn with all routes.
+            stage = _selection_measure(work, setup if index == 0 else replace(setup, peer=None), pick, route)
+            found.append(replace(stage, name=f"{stage.name} {route}") if case.every_route else stage)
         if case.kind == "pipeline":
-            chosen = stage.call()
+            chosen = found[0].call()
     if "attention" in names:
         assert chosen is not None
         found.append(_attention_measure(work, chosen, setup, pick))
@@ -74,13 +79,27 @@ def measures_of(work: Workload, setup: Setup) -> list[Measure]:
     return found
 
 
-def _selection_measure(work: Workload, setup: Setup, pick: Tensor) -> Measure:
+def _serving(plan: Plan) -> list[str]:
+    """Names of the routes that can serve a plan's selection, the one that it takes first; the reference is for checking
+    and is not among them.
+    """
+    taken = plan.select_decision.route
+    able = [c.route for c in SELECT_CANDIDATES if route_refusal(c.route, plan.call, plan.facts) is None]
+    return [str(route) for route in dict.fromkeys((taken, *able)) if route.mode != "reference"]
+
+
+def _select_plan(work: Workload, pin: str | None) -> Plan:
+    case = work.case
+    return pipeline.plan_batch(
+        work.rows, case.spec, index_cache=work.index_cache, q_dtype=case.q_dtype, selection_given=False, route=pin
+    )
+
+
+def _selection_measure(work: Workload, setup: Setup, pick: Tensor, pin: str | None) -> Measure:
     case, rows, spec, index_q, index_cache = work.case, work.rows, work.case.spec, work.index_q, work.index_cache
     assert index_q is not None
     assert index_cache is not None
-    plan = pipeline.plan_batch(
-        rows, spec, index_cache=index_cache, q_dtype=case.q_dtype, selection_given=False, route=setup.route
-    )
+    plan = _select_plan(work, pin)
 
     def judge(got: Any) -> Verdict:
         assert isinstance(got, Selection)

@@ -19,9 +19,9 @@ from flashqsa.cli.bench_cases import BenchCase
 from flashqsa.cli.bench_counts import Counts
 from flashqsa.cli.bench_timing import Roofs, Times, roof_dtype
 from flashqsa.cli.doctor import NVRTC_PACKAGES
-from flashqsa.cli.show import Screen, UserError, seconds, versions
+from flashqsa.cli.show import Screen, UserError, mebibytes, seconds, versions
 from flashqsa.cli.stats import NO_MATPLOTLIB
-from flashqsa.device import facts_of
+from flashqsa.machine import facts_here
 
 SCHEMA = 1
 """Counts up when a key of the JSON changes its meaning or goes."""
@@ -58,7 +58,8 @@ class Memory:
     """What a call held.
 
     peak_bytes   the most at once, inputs included: allocated on a GPU, resident in the process on a CPU
-    extra_bytes  beyond what was held before, result included; None on a CPU, where freed memory stays resident
+    extra_bytes  beyond what was held before, result included; None where the system does not tell it (a CPU, where
+                 freed memory is given back first: Linux with glibc)
     """
 
     peak_bytes: int
@@ -144,6 +145,7 @@ def case_as_json(report: CaseReport, roofs: Roofs, device: torch.device) -> dict
         "q_dtype": str(case.q_dtype).removeprefix("torch."),
         "page_tokens": case.page_tokens,
         "gate": case.gate,
+        "every_route": case.every_route,
         "input_bytes": case.input_bytes,
         "timing": report.manner,
         "roof_dtype": dtype,
@@ -172,7 +174,17 @@ def case_as_json(report: CaseReport, roofs: Roofs, device: torch.device) -> dict
             }
         content["measures"][measure.name] = told
     content["shares"] = stage_shares(report)
+    content["of_taken"] = of_taken(report)
     return content
+
+
+def of_taken(report: CaseReport) -> dict[str, float] | None:
+    """Time of each route over that of the route that is taken, the first; None where a case times one route."""
+    times = {measure.name: measure.times for measure in report.measures}
+    taken = next(iter(times.values()), None)
+    if not report.case.every_route or taken is None:
+        return None
+    return {name: found.median_us / taken.median_us for name, found in times.items() if found is not None}
 
 
 def stage_shares(report: CaseReport) -> dict[str, float] | None:
@@ -214,7 +226,7 @@ def machine(device: torch.device) -> dict[str, Any]:
             found[name] = None
     driver = _asked("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
     return {
-        "device": facts_as_json(facts_of(device)),
+        "device": facts_as_json(facts_here(device)),
         "driver": driver.splitlines()[0] if driver else None,
         "cuda": torch.version.cuda,
         "versions": found,
@@ -230,7 +242,10 @@ def _time(times: Times | None) -> str:
 def show_reports(reports: Sequence[CaseReport], roofs: Roofs, device: torch.device, screen: Screen) -> None:
     """A row per timed stage, then what was refused a time, and why."""
     lines: list[tuple[str, ...]] = []
+    show_routes(reports, screen)
     for report in reports:
+        if report.case.every_route:
+            continue
         dtype = str(roof_dtype(report.case.q_dtype, device)).removeprefix("torch.")
         for measure in report.measures:
             error = measure.verdict.max_error
@@ -271,6 +286,29 @@ def show_reports(reports: Sequence[CaseReport], roofs: Roofs, device: torch.devi
                 screen.line(f"peer {measure.peer.name} is wrong: {report.case}: {measure.peer.verdict.failure}")
 
 
+def show_routes(reports: Sequence[CaseReport], screen: Screen) -> None:
+    """A row for each route of the cases that time every one: the route that is taken comes first."""
+    lines: list[tuple[str, ...]] = []
+    for report in reports:
+        ratios = of_taken(report) or {}
+        for measure in report.measures if report.case.every_route else ():
+            extra, planned = measure.memory.extra_bytes, measure.workspace_bytes
+            lines.append(
+                (
+                    str(report.case),
+                    measure.name.split()[-1],
+                    _time(measure.times) + (" *" if measure.times and measure.times.waits_for_host else ""),
+                    "-" if measure.name not in ratios else f"{ratios[measure.name]:.2f}",
+                    mebibytes(planned),
+                    "-" if extra is None else mebibytes(extra),
+                    "-" if measure.peer is None else _time(measure.peer.times),
+                )
+            )
+    if lines:
+        columns = ("case", "route", "median", "of the first", "planned", "memory", "peer")
+        screen.table("routes, timed in turn", columns, lines)
+
+
 def plot_reports(reports: Sequence[CaseReport], title: str, path: Path) -> None:
     """Time against context, and against the union of 8 rows, as an image. Raises UserError without matplotlib."""
     try:
@@ -289,7 +327,7 @@ def plot_reports(reports: Sequence[CaseReport], title: str, path: Path) -> None:
             for name, times in timed:
                 if times is None:
                     continue
-                heads = "" if measure.name == "selection" else f", {spec.q_heads}/{spec.kv_heads}"
+                heads = "" if measure.name.startswith("selection") else f", {spec.q_heads}/{spec.kv_heads}"
                 label = f"{case.kind}: {name}, {rows} rows{heads}, {case.dtype_name}"
                 shown = f"{label}, {case.regime}" if case.kind in ("attention", "pipeline") else label
                 by_context.setdefault(shown, []).append((case.context, times.median_us))

@@ -18,7 +18,8 @@ import torch
 
 from flashqsa import knobs, pipeline
 from flashqsa.cli.show import FAILED, OK, Screen, UserError, seconds, write_json
-from flashqsa.device import KNOWN_DEVICES, DeviceFacts, facts_of
+from flashqsa.device import KNOWN_DEVICES, DeviceFacts
+from flashqsa.machine import facts_here
 from flashqsa.plan import Plan, make_plan
 from flashqsa.route import Call, NoRouteError
 from flashqsa.values import FP8, QsaSpec
@@ -113,7 +114,7 @@ def parse_archs(text: str) -> list[tuple[int, int]]:
     known = sorted({facts.capability for facts in KNOWN_DEVICES.values() if facts.capability is not None})
     names = ", ".join(f"{major}.{minor}" for major, minor in known)
     if not words:
-        here = [facts_of(torch.device("cuda", i)).capability for i in range(_gpus())]
+        here = [facts_here(torch.device("cuda", i)).capability for i in range(_gpus())]
         if not here:
             raise UserError(
                 f"no GPU is here: name architectures, as --arch '7.0;7.5' or in {knobs.CUDA_ARCH_LIST.name}; of {names}"
@@ -163,7 +164,7 @@ def plans_for(capability: tuple[int, int]) -> Iterator[Plan]:
 
 def _like(capability: tuple[int, int]) -> DeviceFacts:
     """Facts of a GPU that is here and of none of the known kinds."""
-    here = (facts_of(torch.device("cuda", i)) for i in range(_gpus()))
+    here = (facts_here(torch.device("cuda", i)) for i in range(_gpus()))
     return next(replace(facts) for facts in here if facts.capability == capability)
 
 

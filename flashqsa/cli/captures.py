@@ -24,7 +24,7 @@ from flashqsa.cli.prompt import read_prompt
 from flashqsa.cli.run import enabled, load, route_rows
 from flashqsa.cli.show import FAILED, OK, Screen, UserError, log_lines, seconds, versions, write_json
 from flashqsa.cli.verify import chosen_cases
-from flashqsa.device import facts_of
+from flashqsa.machine import facts_here
 from flashqsa.route import CANDIDATES, Stage
 from flashqsa.testing.calls import attention_failures, pick_rows, product_dtype, selection_failure
 from flashqsa.testing.inputs import build
@@ -195,7 +195,7 @@ def replay(folder: Path, again: Again, screen: Screen, json_target: str | None) 
 
 def _captured_pin(call: Captured) -> str | None:
     kernel_set = call.route.partition(":")[0]
-    return call.route if kernel_set in facts_of(call.rows.request.device).kernel_sets else None
+    return call.route if kernel_set in facts_here(call.rows.request.device).kernel_sets else None
 
 
 def _call(call: Captured, pin: str | None) -> Selection | tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -94,20 +94,25 @@ class Choices:
         self._layer = index
 
     def __call__(self, noted: Noted) -> None:
-        """Keeps copies: the caller may use its tensors again."""
-        rows = Rows(noted.rows.request.clone(), noted.rows.position.clone(), noted.rows.max_position)
+        """Keeps copies, on the CPU: the caller may use its tensors again."""
+        rows = replace(noted.rows, request=_kept(noted.rows.request), position=_kept(noted.rows.position))
         if noted.function == "select_blocks":
             index_q, index_cache = noted.values["index_q"], noted.values["index_cache"]
             assert isinstance(index_q, Tensor)
             assert isinstance(index_cache, IndexCache)
-            self.asked[self._layer][int(rows.position[0])] = _Asked(index_q.clone(), index_cache, rows)
+            self.asked[self._layer][int(rows.position[0])] = _Asked(_kept(index_q), index_cache, rows)
             return
         selection = noted.values["selection"]
         if isinstance(selection, Selection):
-            selection = Selection(selection.blocks.clone(), selection.count.clone())
+            selection = Selection(_kept(selection.blocks), _kept(selection.count))
         else:
             selection = None
         self.chosen[self._layer].append(_Chosen(selection, rows, noted.spec))
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    """A copy on the CPU."""
+    return tensor.cpu() if tensor.is_cuda else tensor.clone()
 
 
 class StockChoices:
@@ -132,7 +137,7 @@ class StockChoices:
                 handle.remove()
 
     def _keep(self, index: int, mask: Tensor) -> None:
-        chosen = mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0
+        chosen = (mask[0, 0] if mask.dtype == torch.bool else mask[0, 0] == 0).cpu()
         self.chosen[index].append(blocks_of_mask(chosen, self.block_tokens))
 
 
@@ -287,10 +292,12 @@ def _at_the_cut(asked: _Asked | None, spec: QsaSpec, mine: Tensor, theirs: Tenso
     if asked is None:
         return 0, 0, 0.0 if torch.equal(mine, theirs) else float("inf")
     tied, nearly, widest = 0, 0, 0.0
+    # Any scorer will do to see how close a cut is, and the CPU's needs no plan.
+    cache = IndexCache(asked.index_cache.keys.cpu(), asked.index_cache.page_table.cpu(), asked.index_cache.scale)
     for row in range(0, mine.shape[0], SCORE_ROWS):
         part = slice(row, row + SCORE_ROWS)
         rows = asked.rows.slice(row, row + SCORE_ROWS)
-        scores = KERNEL_SETS["cpu"].score(asked.index_q[part], asked.index_cache, rows, spec)
+        scores = KERNEL_SETS["cpu"].score(asked.index_q[part], cache, rows, spec)
         cuts = cuts_of(scores.values, scores.visible, spec)
         gap = cuts.last - cuts.next
         tied += int((gap == 0).sum())
@@ -313,4 +320,4 @@ def _logit_difference(states: tuple[Tensor, Tensor], head: Any) -> Tensor:
         (head(a).float() - head(b).float()).abs().amax(dim=-1)
         for a, b in zip(torch.split(states[0], SCORE_ROWS), torch.split(states[1], SCORE_ROWS), strict=True)
     ]
-    return torch.cat(found)
+    return torch.cat(found).cpu()

@@ -179,7 +179,7 @@ def _device_routes(name: str) -> Callable[[], str]:
         explain = import_module("flashqsa.cli.explain")
         values = import_module("flashqsa.values")
         torch = import_module("torch")
-        facts = import_module("flashqsa.device").facts_of(torch.device(name))
+        facts = import_module("flashqsa.machine").facts_here(torch.device(name))
         dtype = torch.float32 if facts.kind == "cpu" else torch.float16
         found = []
         for what, rows, requests, last in (("prefill", 2048, 1, 32767), ("decode", 1, 1, 32767), ("short", 64, 1, 63)):
@@ -188,7 +188,7 @@ def _device_routes(name: str) -> Callable[[], str]:
             for stage in routes.CANDIDATES:
                 decision = explain.stage_decision(stage, call, facts)
                 if isinstance(decision, routes.NoRouteError):
-                    raise AbsentError(f"{facts.name} ({facts.arch}): no route; {_why_no_route(facts)}")
+                    raise AbsentError(f"{facts.name} ({facts.arch}): no route; {_why_no_route(facts, decision)}")
                 taken.append(str(decision.route))
             found.append(f"{what} {' then '.join(taken)}")
         return f"{facts.name} ({facts.arch}): {', '.join(found)}"
@@ -196,31 +196,27 @@ def _device_routes(name: str) -> Callable[[], str]:
     return look
 
 
-def _why_no_route(facts: Any) -> str:
-    """What a device lacks that no call of the doctor's has a route on, and what to do."""
+def _why_no_route(facts: Any, error: Exception) -> str:
+    """What a device lacks where a call of the doctor's got an error for a route, and what to do."""
+    reason = import_module("flashqsa.support").device_supported(facts).reason or str(error)
     if facts.missing:
         sets = ", ".join(sorted(kernel_set for kernel_set, _ in facts.missing))
-        reasons = "; ".join(sorted({reason for _, reason in facts.missing}))
-        return f"{reasons}, which its kernels ({sets}) need; torch's CUDA builds for Linux bring Triton"
+        where = "torch's CUDA builds for Linux bring Triton and an NVRTC"
+        return f"{reason.rstrip('.')}. Its kernels ({sets}) need it; {where}"
     if facts.capability is not None and facts.capability < FIRST_WITH_KERNELS:
         return (
             f"{facts.arch} has no kernels, which begin at sm_{FIRST_WITH_KERNELS[0]}{FIRST_WITH_KERNELS[1]}; "
             "route='reference' runs, in FP64 and row by row, for checking"
         )
-    return f"no kernels are made for {facts.arch}; route='reference' runs, in FP64 and row by row, for checking"
+    return f"{reason}; route='reference' runs, in FP64 and row by row, for checking"
 
 
 def _nvrtc_of(name: str) -> Callable[[], str]:
     def look() -> str:
-        torch = import_module("torch")
-        kernels = _nvrtc_kernels()
-        facts = import_module("flashqsa.device").facts_of(torch.device(name))
-        try:
-            found, arch = kernels.nvrtc_for(facts.capability)
-        except kernels.NvrtcNotFoundError as error:
-            raise AbsentError(str(error)) from error
-        folder = kernels.compiler.cache_folder()
-        return f"NVRTC {found.version[0]}.{found.version[1]} ({found.path}) compiles for {arch}; cubins in {folder}"
+        support = import_module("flashqsa.support").device_supported(name)
+        if not support:
+            raise AbsentError(support.reason)
+        return f"{support.made_by}; cubins in {_nvrtc_kernels().compiler.cache_folder()}"
 
     return look
 

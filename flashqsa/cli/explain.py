@@ -10,7 +10,8 @@ import torch
 from flashqsa.capture import decision_as_json, facts_as_json
 from flashqsa.check import InputError, check_pin, check_spec
 from flashqsa.cli.show import FAILED, OK, Screen, UserError, mebibytes, write_json
-from flashqsa.device import KNOWN_DEVICES, DeviceFacts, facts_of
+from flashqsa.device import KNOWN_DEVICES, DeviceFacts
+from flashqsa.machine import facts_here
 from flashqsa.plan import Plan, make_plan
 from flashqsa.route import CANDIDATES, Call, Decision, NoRouteError, Stage, choose_route
 from flashqsa.values import FP8, MAX_TOKENS, QsaSpec
@@ -62,7 +63,7 @@ def devices_here() -> list[torch.device]:
 def facts_named(name: str) -> DeviceFacts:
     """Facts of a known device, or for `here` of the GPU that torch would use, else of the CPU. Raises UserError."""
     if name == "here":
-        return facts_of(devices_here()[-1])
+        return facts_here(devices_here()[-1])
     try:
         return DeviceFacts.named(name)
     except KeyError:
@@ -193,6 +194,7 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
         "group_rows": list(groups),
         "tile_tokens": tile_tokens,
         "max_entries": plan.attend.max_entries,
+        "fewest_product_rows": plan.select.fewest_product_rows,
         "workspace_bytes": plan.workspace_bytes,
     }
     if plan.attend.shape is not None:
@@ -201,11 +203,18 @@ def _plan_json(plan: Plan) -> dict[str, Any]:
     return content
 
 
+def _product_sizes(plan: Plan) -> list[tuple[str, str]]:
+    """From how many rows on cuBLAS scores a request, where it does."""
+    fewest = plan.select.fewest_product_rows
+    return [] if fewest is None else [("rows of a request that cuBLAS scores, from", f"{fewest:,}")]
+
+
 def _show_plan(plan: Plan, screen: Screen) -> None:
     groups, tile_tokens = _group_rows(plan)
     sizes = [
         ("blocks a row sees, at most", f"{plan.select.width_blocks:,}"),
         ("rows scored at a time", f"{plan.select.chunk_rows:,}"),
+        *_product_sizes(plan),
         ("rows of a group" + (", one of" if len(groups) > 1 else ""), ", ".join(map(str, groups))),
         ("tokens gathered at a time, at most", f"{tile_tokens:,}"),
         ("blocks a group can have, at most", f"{plan.attend.max_entries:,}"),

@@ -34,3 +34,39 @@ ATTEND: dict[str, AttendEntry] = {
     "grouped": {"group_rows": (1, 2, 4, 8, 16, 32, 64), "tile_tokens": 4096, "row_tokens": 65536},
     "xqa": {"group_rows": (1,), "tile_tokens": 4096, "row_tokens": 65536},
 }
+
+
+class FusedEntry(TypedDict):
+    """A tile of the fused selection.
+
+    tile_rows    most rows of a tile
+    tile_blocks  most keys of a tile
+    products     most products of a tile's rows, index heads and keys
+    chunk_rows   rows that keys are read for at a time
+    """
+
+    tile_rows: int
+    tile_blocks: int
+    products: int
+    chunk_rows: int
+
+
+# 1 MiB of products, so that the passes over them stay in cache.
+FUSED: FusedEntry = {"tile_rows": 64, "tile_blocks": 2048, "products": 1 << 18, "chunk_rows": 512}
+
+
+class FusedFrom(TypedDict):
+    """From which sizes on the fused selection is preferred to scores in full, where both can serve a call."""
+
+    rows_per_request: int
+    blocks: int
+
+
+# Time of scores in full over that of the fused selection, medians taken in turn with 1 thread of a shared 2-vCPU Intel
+# Xeon (AVX-512), BF16 keys, 2026-11-30 (benchmarks/results/indexer-*-xeon-2vcpu.json):
+#     1 x 1, 16 x 1 rows   0.88, 0.85 at 32,768 tokens; 0.79, 0.77 at 131,072
+#     64, 1,616 rows       1.23, 1.08 at 32,768 tokens; 1.05, 1.11 at 184,000
+#     8,192 rows           1.00 at 32,768 tokens
+# and with FP32 keys about 1.0 (0.9 to 1.05) for 32 rows, and for 64 to 1,616 rows at 8,192 and 16,384 tokens. Where the
+# two take the same time the fused selection is preferred: it holds a tenth of the memory.
+FUSED_FROM: FusedFrom = {"rows_per_request": 64, "blocks": 8192}

@@ -1,7 +1,16 @@
 """Configurations of the score stage for compute capability 7.0 (Volta) and 7.5 (Turing).
 
 No such GPU was at hand: nothing here was timed. The tiles follow from registers and shared memory (no kernel of the
-released shape spills), the limits of cuBLAS from what its launches and the traffic of its products cost by data sheet.
+released shape spills), the limits of cuBLAS from an estimate ("What scores cost" in docs/kernels/attend_sm7x.md):
+
+- cuBLAS moves 36 bytes for each row and block and the paged scorer 4, so that on paper the paged one is faster at every
+  size: 0.1 against 0.6 ms for 1,616 rows of 29,000 tokens on a Quadro RTX 8000, 0.6 against 4.0 ms for 184,000.
+- What cuBLAS takes is sure to within its launches, since memory alone limits it. The paged scorer has to reach 15 % of
+  the tensor cores' rate on an RTX 8000 and 20 % on a V100 to be as fast, which its machine code allows and no such GPU
+  has shown. Long requests go to cuBLAS until one has, short ones to the paged scorer, which has one launch.
+
+Whoever has such a GPU decides it with two runs of `flashqsa bench indexer --dtype fp16`, the second with
+`PRODUCT_ROWS` out of reach.
 """
 
 from __future__ import annotations
@@ -43,6 +52,3 @@ PRODUCT_ROWS = 64
 
 PRODUCT_SCORES = 1 << 20
 """Fewest scores for which cuBLAS scores: fewer take less time than its three launches and their tails."""
-
-PRODUCT_COLUMNS = 128
-"""Products are taken for a multiple of so many blocks: cuBLAS has tiles of 64 to 256."""

@@ -8,10 +8,11 @@ import torch
 from torch import nn
 
 from flashqsa.check import check_pin
-from flashqsa.device import facts_of
 from flashqsa.integrations.transformers.layer import FlashQsaAttention
+from flashqsa.integrations.transformers.ranks import spec_here
 from flashqsa.integrations.transformers.switch import qsa_layers
 from flashqsa.integrations.transformers.versions import spec_of_config
+from flashqsa.machine import facts_here
 from flashqsa.route import Call, Decision, choose_route
 from flashqsa.values import QsaSpec
 
@@ -21,7 +22,8 @@ class LayerRoute:
     """One sparse layer and the routes it takes; both None where the layer is stock.
 
     name    of the module in its model
-    device  of its weights
+    spec    its shape, with the heads that this process has of it
+    device  it runs on
     """
 
     name: str
@@ -41,17 +43,27 @@ def route_report(
 ) -> list[LayerRoute]:
     """The routes of a model's sparse layers for a pass of `rows` rows of `requests`, at positions to `max_position`.
 
+    Each layer is asked about the device that it runs on, with the heads that this process has of it.
     `route` pins one, else FLASHQSA_ROUTE does. Nothing runs. Raises NoRouteError; InputError or KnobError for a pin
     that no route has.
     """
     pin = check_pin(route)
     found = []
     for name, layer in qsa_layers(model).items():
-        spec, weight = spec_of(layer), layer.get_parameter("k_norm.weight")
+        spec, weight = spec_here(layer), layer.get_parameter("k_norm.weight")
+        device = _device_of(layer, weight)
         select = attend = None
         if isinstance(layer, FlashQsaAttention):
             call = Call(spec, rows, requests, max_position, weight.dtype, weight.dtype)
-            facts = facts_of(weight.device)
+            facts = facts_here(device)
             select, attend = (choose_route(stage, call, facts, pin) for stage in ("select", "attend"))
-        found.append(LayerRoute(name, spec, weight.device, select, attend))
+        found.append(LayerRoute(name, spec, device, select, attend))
     return found
+
+
+def _device_of(layer: nn.Module, weight: torch.Tensor) -> torch.device:
+    """Where a layer runs: with its weights, or where accelerate brings weights to that lie elsewhere meanwhile."""
+    device = getattr(getattr(layer, "_hf_hook", None), "execution_device", None)
+    if device is None:
+        return weight.device
+    return torch.device("cuda", device) if isinstance(device, int) else torch.device(device)

@@ -6,6 +6,7 @@
 from flashqsa.kernels.cpu.attend import attend
 from flashqsa.kernels.cpu.merge import merge
 from flashqsa.kernels.cpu.score import empty_selection, score, select_everything
+from flashqsa.kernels.cpu.select import select_fused
 from flashqsa.kernels.cpu.sparse import sparse_attention
 from flashqsa.kernels.cpu.topk import topk
 from flashqsa.kernels.cpu.worklist import worklist
@@ -17,6 +18,7 @@ __all__ = [
     "merge",
     "score",
     "select_everything",
+    "select_fused",
     "sparse_attention",
     "topk",
     "worklist",

@@ -44,7 +44,7 @@ class Source:
     name     of the file, `topk.cu`
     defines  (macro, value) pairs: what a variant of the kernel is made for
     text     the source itself, where it is not a file
-    headers  names of the files of the folder that it includes
+    headers  names of the files that it includes, of its folder or else of this one
     suffix   of the architecture: "a" for instructions that this very architecture alone has (`sm_90a`)
     folder   where the file is: this one, or another kernel set's
     virtual  whether it becomes PTX of the virtual architecture (`compute_70`), which the driver of any newer device
@@ -70,6 +70,11 @@ class Source:
     def read(self) -> str:
         """The source's text."""
         return self.text if self.text is not None else (self.folder / self.name).read_text("utf-8")
+
+    def header(self, name: str) -> Path:
+        """Where a file is that it includes."""
+        own = self.folder / name
+        return own if own.exists() else HERE / name
 
 
 @dataclass(frozen=True)
@@ -126,7 +131,7 @@ class _Wanted:
         arch += source.suffix
         if source.virtual:
             arch = arch.replace("sm_", VIRTUAL)
-        headers = ((header, (source.folder / header).read_text("utf-8")) for header in source.headers)
+        headers = ((header, source.header(header).read_text("utf-8")) for header in source.headers)
         options = (f"--gpu-architecture={arch}", *OPTIONS, *source.options)
         facts = {"name": source.name, "options": list(options), "arch": arch}
         return _Wanted(facts, ((source.name, source.read()), *headers), options)
@@ -135,6 +140,11 @@ class _Wanted:
     def name(self) -> str:
         """What names of entries begin with, whichever compiler made them: its version follows."""
         return f"{Path(str(self.facts['name'])).stem}-{self.facts['arch']}-{_key(self.facts, self.files)}"
+
+
+def is_kept(source: Source, capability: tuple[int, int]) -> bool:
+    """Whether the cache folder holds a source compiled for a device, by whichever compiler."""
+    return _kept_for(source, capability) is not None
 
 
 def _kept_for(source: Source, capability: tuple[int, int]) -> Compiled | None:

@@ -126,13 +126,19 @@ def installed() -> tuple[Nvrtc, ...]:
 
 def open_library(path: str) -> Nvrtc | None:
     """Opens the library of a file, or of a name the dynamic loader knows; None where there is none that answers."""
-    for builtins in _builtins_beside(path):
-        # NVRTC opens its builtins by bare name and, in a folder of its own, finds them only when they are loaded.
-        ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
     try:
+        for builtins in _builtins_beside(path):
+            # NVRTC opens its builtins by bare name and, in a folder of its own, finds them only when they are loaded.
+            ctypes.CDLL(builtins, mode=ctypes.RTLD_GLOBAL)
         handle = ctypes.CDLL(path)
-    except OSError:
+        asked = _version_and_archs(handle)
+    except (OSError, AttributeError):  # no library, another library, or an NVRTC before 11.2
         return None
+    return None if asked is None else Nvrtc(path, *asked, handle)
+
+
+def _version_and_archs(handle: ctypes.CDLL) -> tuple[tuple[int, int], frozenset[int]] | None:
+    """What a library says of itself. Raises AttributeError where it lacks a function of NVRTC's."""
     handle.nvrtcGetErrorString.restype = ctypes.c_char_p
     major, minor, count = ctypes.c_int(), ctypes.c_int(), ctypes.c_int()
     if handle.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)) != SUCCESS:
@@ -142,7 +148,7 @@ def open_library(path: str) -> Nvrtc | None:
     archs = (ctypes.c_int * count.value)()
     if handle.nvrtcGetSupportedArchs(archs) != SUCCESS:
         return None
-    return Nvrtc(path, (major.value, minor.value), frozenset(archs), handle)
+    return (major.value, minor.value), frozenset(archs)
 
 
 def _candidates() -> Iterator[str]:

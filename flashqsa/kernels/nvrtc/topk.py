@@ -47,7 +47,7 @@ class Variant:
             ("MAXIMA_VECTORS", self.maxima_vectors),
             ("RESIDENT", self.resident),
         )
-        return Source("topk.cu", macros)
+        return Source("topk.cu", macros, headers=("topk.cuh", "ranking.cuh"))
 
 
 def variant_for(top_blocks: int, width: int, config: TopkConfig) -> Variant:

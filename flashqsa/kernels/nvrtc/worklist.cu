@@ -10,7 +10,13 @@ typedef unsigned short half_word;
 
 #define MAX_ROWS 32          // bits of a mask word
 #define SUPER 32             // bitmap words per prefix group: one warp scans one group
-#define BATCH 8              // rows whose blocks a thread fetches at a time
+// Rows whose blocks a thread fetches at a time. For sm_70, NVRTC 12.6 does not fit 8 into the 40 registers that three
+// programs per multiprocessor leave a thread: it spills in the loops. Windows of 9 to 12 rows take two turns anyway.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ == 700
+#define BATCH 6
+#else
+#define BATCH 8
+#endif
 #define FULL 0xffffffffu
 
 __device__ __forceinline__ int warp_inclusive_sum(int value, int lane) {
@@ -67,10 +73,7 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
     const int window = blockIdx.x;
     const int first_row = window * group_rows;
     const int rows = min(group_rows, all_rows - first_row);
-    const long long base = (long long)window * capacity;
-    int* const place = all_places + base;
-    int* const value_place = all_value_places ? all_value_places + base : nullptr;
-    word* const token_mask = all_token_masks + base * block_tokens;
+    const long long base = (long long)window * capacity;  // added at each use: three pointers would take six registers
 
     for (int i = tid; i < done_per_window; i += threads) done[(long long)window * done_per_window + i] = 0;
     if (tid < rows) {
@@ -103,9 +106,10 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
         const int found = held ? __ldg(page_table + row_request[start] * table_stride + column) : -1;
         const int page = found < pages ? found : -1;
         if (page < 0) mask = 0;  // a hole: nobody reads it
-        place[entry] = page < 0 ? 0 : page * k_page_units + in_page * k_block_units;
-        if (value_place) value_place[entry] = page < 0 ? 0 : page * v_page_units + in_page * v_block_units;
-        word* const to = token_mask + (long long)entry * block_tokens;
+        const long long at = base + entry;
+        all_places[at] = page < 0 ? 0 : page * k_page_units + in_page * k_block_units;
+        if (all_value_places) all_value_places[at] = page < 0 ? 0 : page * v_page_units + in_page * v_block_units;
+        word* const to = all_token_masks + at * block_tokens;
         if (block_tokens == 4 && (block + 1) * 4 <= row_position[start] + 1) {  // every row sees the whole block
             *(uint4*)to = make_uint4(mask, mask, mask, mask);
             return;
@@ -211,9 +215,9 @@ extern "C" __global__ void __launch_bounds__(512, 3) flashqsa_worklist(
     }
     const int end = min((written + pad - 1) / pad * pad, capacity);
     for (int i = written + tid; i < end; i += threads) {
-        place[i] = 0;
-        if (value_place) value_place[i] = 0;
-        for (int t = 0; t < block_tokens; ++t) token_mask[(long long)i * block_tokens + t] = 0;
+        all_places[base + i] = 0;
+        if (all_value_places) all_value_places[base + i] = 0;
+        for (int t = 0; t < block_tokens; ++t) all_token_masks[(base + i) * block_tokens + t] = 0;
     }
     if (tid == 0) entries[window] = written;
 }

@@ -45,8 +45,8 @@ def write_kv(keys: Tensor, values: Tensor, kv_cache: KvCache, rows: Rows, capabi
     chunk = _chunk(keys, values, kv_cache)
     vectors = head_dim // chunk
     program_rows = max(KV_THREADS // (heads * vectors), 1)
-    k_scales, k_scale = _scale(kv_cache.k_scale)
-    v_scales, v_scale = _scale(kv_cache.v_scale)
+    k_scales, k_scale = scale_arguments(kv_cache.k_scale)
+    v_scales, v_scale = scale_arguments(kv_cache.v_scale)
     _kv_kernel(capability).launch(
         keys.device,
         2 * -(-count // program_rows),
@@ -197,7 +197,7 @@ def _chunk(keys: Tensor, values: Tensor, kv_cache: KvCache) -> int:
     return next(chunk for chunk in CHUNKS[kv_cache.keys.element_size()] if chunk == 1 or allowed(chunk))
 
 
-def _scale(scale: float | Tensor | None) -> tuple[int, float]:
+def scale_arguments(scale: float | Tensor | None) -> tuple[int, float]:
     """The address of scales [kv_heads] FP32 and 1, or 0 and the scale of all heads."""
     if isinstance(scale, Tensor):
         return scale.data_ptr(), 1.0

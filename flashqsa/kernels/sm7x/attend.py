@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from functools import cache
 from pathlib import Path
 
 from torch import Tensor
 
 from flashqsa.attend_shape import MAX_WINDOW_ROWS, AttendTile, Sm7xTile, Split
-from flashqsa.kernels.nvrtc import Kernel, Source
+from flashqsa.kernels.nvrtc import Kernel, Source, attend
 from flashqsa.kernels.nvrtc.worklist import WindowLists
 from flashqsa.values import FP8, KvCache, Partial, QsaSpec, Rows
-
-PARAMETERS = "P" * 15 + "q" * 11 + "i" * 9 + "ff" + "0q"
-"""Members of the kernel's `Arguments`."""
 
 THREADS = 256
 """Of a program: 8 warps of 16 query lines each."""
@@ -45,52 +41,9 @@ def attend_sm7x(
     """
     if not isinstance(tile, Sm7xTile):
         raise TypeError(f"wanted an Sm7xTile, got {tile}")
-    keys, values = kv_cache.keys, kv_cache.values
-    k_scale = kv_cache.k_scale if kv_cache.k_scale is not None else 1.0
-    v_scale = kv_cache.v_scale if kv_cache.v_scale is not None else 1.0
-    first_part_row = split.whole // spec.kv_heads * lists.group_rows
-    gate_strides = (0, 0) if gate is None else gate.stride()[:2]
-
-    def size(tensor: Tensor) -> int:
-        return tensor.element_size()
-
-    kernel = sm7x_kernel(tile, spec.heads_per_kv_head, keys.dtype == FP8)
-    kernel.launch(
-        q.device,
-        split.programs,
-        q.data_ptr(),
-        keys.data_ptr(),
-        values.data_ptr(),
-        k_scale.data_ptr() if isinstance(k_scale, Tensor) else 0,
-        v_scale.data_ptr() if isinstance(v_scale, Tensor) else 0,
-        0 if gate is None else gate.data_ptr(),
-        out.data_ptr(),
-        0 if lse is None else lse.data_ptr(),
-        lists.places.data_ptr(),
-        0 if lists.value_places is None else lists.value_places.data_ptr(),
-        lists.token_masks.data_ptr(),
-        lists.entries.data_ptr(),
-        lists.done.data_ptr(),
-        0 if partial is None else partial.output.data_ptr(),
-        0 if partial is None else partial.lse.data_ptr(),
-        lists.unit * size(keys),
-        *(stride * size(q) for stride in q.stride()[:2]),
-        *(stride * size(keys) for stride in keys.stride()[1:3]),
-        *(stride * size(values) for stride in values.stride()[1:3]),
-        *(stride * size(q) for stride in gate_strides),
-        *(stride * size(out) for stride in out.stride()[:2]),
-        rows.count,
-        spec.kv_heads,
-        lists.group_rows,
-        lists.capacity,
-        split.whole,
-        split.parts,
-        first_part_row,
-        rows.count - first_part_row,
-        int(split.inside),
-        spec.softmax_scale * math.log2(math.e) * (1.0 if isinstance(k_scale, Tensor) else k_scale),
-        1.0 if isinstance(v_scale, Tensor) else v_scale,
-    )
+    kernel = sm7x_kernel(tile, spec.heads_per_kv_head, kv_cache.keys.dtype == FP8)
+    arguments = attend.arguments(q, kv_cache, lists, rows, spec, split, gate, out, lse, partial)
+    kernel.launch(q.device, split.programs, *arguments)
 
 
 @cache
@@ -109,4 +62,4 @@ def sm7x_kernel(tile: Sm7xTile, heads: int, fp8: bool) -> Kernel:
         ("KEPT", tile.kept_groups),
     )
     source = Source("attend.cu", defines, headers=("mma.cuh",), folder=Path(__file__).parent)
-    return Kernel(source, "flashqsa_attend_sm7x", PARAMETERS, tile.capability, THREADS, tile.shared_bytes)
+    return Kernel(source, "flashqsa_attend_sm7x", attend.PARAMETERS, tile.capability, THREADS, tile.shared_bytes)

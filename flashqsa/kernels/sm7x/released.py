@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 from flashqsa.attend_shape import Sm7xTile
-from flashqsa.config import Sm7xScoreConfig
+from flashqsa.config import Sm7xScoreConfig, sm7x_resident, sm7x_tiles
 from flashqsa.kernels.nvrtc import Source
+from flashqsa.kernels.nvrtc.products import products_source
 from flashqsa.kernels.sm7x.attend import sm7x_kernel
 from flashqsa.kernels.sm7x.merge import merge_kernel
-from flashqsa.kernels.sm7x.score import products_source, variant_for
+from flashqsa.kernels.sm7x.score import variant_for
 from flashqsa.plan import Plan
 from flashqsa.values import FP8
 
@@ -23,6 +25,10 @@ def sources(plan: Plan) -> Iterator[Source]:
             yield variant_for(spec, chunk.score, e4m3, aligned=True).source
             if chunk.score.product_columns:
                 yield products_source(e4m3, aligned=True)
+                # Rows that cuBLAS leaves over may be few.
+                for tile in sm7x_tiles(spec):
+                    few = replace(chunk.score, **tile, resident=sm7x_resident(spec, **tile))
+                    yield variant_for(spec, few, e4m3, aligned=True).source
     shape = plan.attend.shape
     if shape is not None and isinstance(shape.tile, Sm7xTile):
         yield sm7x_kernel(shape.tile, spec.heads_per_kv_head, call.cache_dtype == FP8).source

@@ -5,6 +5,8 @@
 // the tiles of 16 lines and then within the tile. Queries lie in shared memory. Each warp goes through strips of the slice
 // by itself: a key is read once, from the cache to the registers of the warp that needs it, and no warp waits for another.
 //
+// Windows are cut from up to RANGES ranges of rows; what lies between them is scored elsewhere.
+//
 // The rows of a window may belong to several requests ("runs"): program `run` scores the run of its number, the last one
 // all that are left.
 //
@@ -35,6 +37,13 @@ typedef u16 Key;
 static_assert(TILE % ROWS == 0, "the lines of a row stand at the same places of every tile");
 static_assert(DIM % 16 == 0 && STRIPS <= 2, "");
 
+static constexpr int RANGES = 4;
+
+// Neighbouring rows, first_row to end_row, that windows are cut from; the first of them has the number first_window.
+struct Range {
+    int first_row, end_row, first_window;
+};
+
 struct Arguments {
     const u16* index_q;  // [rows, HEADS, DIM]
     const Key* keys;     // [pages, page_blocks, DIM]
@@ -46,7 +55,8 @@ struct Arguments {
     int* visible;
     i64 q_row_stride, q_head_stride, page_stride, place_stride, table_stride, values_stride, maxima_stride;
     float scale;  // of E4M3 keys 256 times what it would be
-    int rows, window, windows, slice_blocks, runs, requests, table_pages, pages, page_blocks, block_tokens, top_blocks, width;
+    int window, windows, slice_blocks, runs, requests, table_pages, pages, page_blocks, block_tokens, top_blocks, width;
+    Range ranges[RANGES];  // ascending; those past the last have a first window that is never reached
 };
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
@@ -288,7 +298,13 @@ extern __shared__ __align__(16) i64 dynamic[];  // queries [lines, UNITS]
 
 extern "C" __global__ void __launch_bounds__(THREADS, RESIDENT) flashqsa_score_sm7x(const Arguments given) {
     const int lane = threadIdx.x % WARP;
-    const int first_row = blockIdx.x % given.windows * given.window, end_row = min(first_row + given.window, given.rows);
+    const int window = blockIdx.x % given.windows;
+    Range range = given.ranges[0];
+#pragma unroll
+    for (int i = 1; i < RANGES; ++i)
+        if (window >= given.ranges[i].first_window) range = given.ranges[i];
+    const int first_row = range.first_row + (window - range.first_window) * given.window;
+    const int end_row = min(first_row + given.window, range.end_row);
     const int run_number = blockIdx.x / given.windows % given.runs;
     const int first = blockIdx.x / given.windows / given.runs * given.slice_blocks;
 

@@ -1,12 +1,13 @@
-"""Attention for GPUs of compute capability 9.0 (Hopper), in CUDA C++ with `wgmma` and asynchronous copies.
+"""Attention and the fused indexer for GPUs of compute capability 9.0 (Hopper), in CUDA C++ with `wgmma`.
 
-The folder has an attention kernel of its own and borrows the rest of the attend stage:
+The folder has an attention kernel and an indexer of its own and borrows the rest:
 
-worklist, chunks  `kernels.nvrtc`, as every NVIDIA GPU
-merge             `kernels.smxx`
+worklist, chunks, rankings  `kernels.nvrtc`, as every NVIDIA GPU
+merge                       `kernels.smxx`
 
 Why it is worth a folder: on an H200 it attends 1,616 rows of 24/2 heads in 350 and 455 us mid and far, Triton's kernel
-in 439 and 574 (`docs/kernels/attend.md`). Selecting and writing are `kernels.smxx`'s.
+in 439 and 574 (`docs/kernels/attend.md`), and selects for long chunks without a score matrix in less time than scores
+and top-k take (`docs/kernels/select.md`). Other selections and writing are `kernels.smxx`'s.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.sm90.attend import attend_hopper
+from flashqsa.kernels.sm90.select import select_fused
 from flashqsa.kernels.smxx.merge import merge
 from flashqsa.plan import AttendPlan
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
@@ -39,4 +41,4 @@ def sparse_attention(
     )
 
 
-__all__ = ["sparse_attention"]
+__all__ = ["select_fused", "sparse_attention"]

@@ -1,4 +1,4 @@
-"""Kernels for GPUs of compute capability 8.0 and newer: scores, attention and merge in Triton.
+"""Kernels for GPUs of compute capability 8.0 and newer: scores, attention and merge in Triton, or scores by cuBLAS.
 
 Exact top-k, worklist and writing are CUDA C++ that every NVIDIA GPU shares (`kernels.nvrtc`). Every launch follows from
 host numbers and none waits for the device, so calls may be captured in a CUDA graph once they have run: the first one
@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from flashqsa.config import ScoreConfig
-from flashqsa.kernels.nvrtc import sparse
+from flashqsa.kernels.nvrtc import products, sparse
 from flashqsa.kernels.nvrtc import topk as nvrtc_topk
 from flashqsa.kernels.nvrtc.everything import empty_selection
 from flashqsa.kernels.nvrtc.everything import select_everything as nvrtc_everything
@@ -19,6 +19,7 @@ from flashqsa.kernels.smxx import score as paged_score
 from flashqsa.kernels.smxx.attend import attend_triton
 from flashqsa.kernels.smxx.merge import merge
 from flashqsa.plan import AttendPlan, SelectPlan
+from flashqsa.product_shape import ProductConfig
 from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Scores, Selection
 
 KERNELS = sparse.AttendKernels(attend_triton, merge)
@@ -32,8 +33,10 @@ def select_everything(index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: 
 
 
 def score(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Scores:
-    """Scores of a chunk of rows: see `score.score`."""
+    """Scores of a chunk of rows: see `score.score`, and `nvrtc.products.score_request` in the mode `cublas`."""
     config = plan.chunk_config(rows.count).score
+    if isinstance(config, ProductConfig):
+        return products.score_request(index_q, index_cache, rows, spec, config.capability, config.columns)
     if not isinstance(config, ScoreConfig):
         raise TypeError(f"wanted a ScoreConfig, got {config}")
     return paged_score.score(index_q, index_cache, rows, spec, config)

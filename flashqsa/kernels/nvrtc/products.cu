@@ -1,7 +1,8 @@
-// What stands around cuBLAS where it scores one long request: the keys of neighbouring blocks gathered from their pages,
-// and scores and segment maxima from the products of all rows and heads with them.
+// What stands around cuBLAS where it scores a long request: the keys of neighbouring blocks gathered from their pages,
+// and scores and segment maxima from the products of the request's rows and heads with them.
 //
-// Macros: E4M3, whether keys are FP8 (else FP16); ALIGNED, whether 8 of their numbers can be loaded at a time.
+// Macros: E4M3, whether keys are FP8, which become FP16, or BF16 where BF16 is 1; other keys are copied bit by bit.
+// ALIGNED, whether 8 of their numbers can be loaded at a time.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -12,6 +13,10 @@ static constexpr int THREADS = 256;
 static constexpr unsigned ALL = 0xffffffffu;
 static constexpr int SEGMENT = 16;
 
+#ifndef BF16
+#define BF16 0
+#endif
+
 #if E4M3
 typedef u8 Key;
 #else
@@ -20,7 +25,7 @@ typedef u16 Key;
 
 __device__ __forceinline__ float minus_infinity() { return __uint_as_float(0xff800000u); }
 
-// The pages of the one request there is.
+// The pages of the request.
 struct Pages {
     const int* table;
     int table_pages, pages, page_blocks;
@@ -36,18 +41,28 @@ struct Pages {
 
 struct Gather {
     const Key* keys;  // [pages, page_blocks, dim]
-    u16* to;          // [blocks, dim] FP16; E4M3 numbers are divided by 256, which is exact
+    u16* to;          // [blocks, dim] FP16 or BF16; E4M3 numbers in FP16 are divided by 256, which is exact
     i64 page_stride, place_stride;
     Pages pages;
     int first, blocks, dim;
 };
 
+#if E4M3 && BF16
+// BF16 of an E4M3 number, exactly: the upper half of FP32's, whose exponent's bias is 120 more.
+__device__ __forceinline__ u16 taken(u8 stored) {
+    const u32 magnitude = (stored & 0x7fu) << 20, sign = (stored & 0x80u) << 8;
+    const u32 number = __float_as_uint(__fmul_rn(__uint_as_float(magnitude), 0x1p120f)) >> 16;
+    return u16(sign | ((stored & 0x7fu) == 0x7fu ? 0x7fc0u : number));
+}
+#elif E4M3
 // FP16 of an E4M3 number, divided by 256: the exponent's bias is 8 less.
-__device__ __forceinline__ u16 fp16_of(u8 stored) {
+__device__ __forceinline__ u16 taken(u8 stored) {
     const u32 magnitude = (stored & 0x7fu) << 7, sign = (stored & 0x80u) << 8;
     return u16(sign | magnitude | ((magnitude + 0x80u) & 0x4000u));  // NaN, 0x7f, gets FP16's largest exponent
 }
-__device__ __forceinline__ u16 fp16_of(u16 stored) { return stored; }
+#else
+__device__ __forceinline__ u16 taken(u16 stored) { return stored; }
+#endif
 
 // Thread i moves 8 numbers of block first + i / (dim / 8). Keys of blocks on a hole are zeros.
 extern "C" __global__ void __launch_bounds__(THREADS) flashqsa_gather_keys(const Gather given) {
@@ -75,10 +90,10 @@ extern "C" __global__ void __launch_bounds__(THREADS) flashqsa_gather_keys(const
         for (int i = 0; i < 8; ++i) stored[i] = __ldg(from + i);
 #endif
 #if E4M3 || !ALIGNED
-        packed.x = fp16_of(stored[0]) | u32(fp16_of(stored[1])) << 16;
-        packed.y = fp16_of(stored[2]) | u32(fp16_of(stored[3])) << 16;
-        packed.z = fp16_of(stored[4]) | u32(fp16_of(stored[5])) << 16;
-        packed.w = fp16_of(stored[6]) | u32(fp16_of(stored[7])) << 16;
+        packed.x = taken(stored[0]) | u32(taken(stored[1])) << 16;
+        packed.y = taken(stored[2]) | u32(taken(stored[3])) << 16;
+        packed.z = taken(stored[4]) | u32(taken(stored[5])) << 16;
+        packed.w = taken(stored[6]) | u32(taken(stored[7])) << 16;
 #endif
     }
     reinterpret_cast<uint4*>(given.to)[thread] = packed;
@@ -94,17 +109,19 @@ struct Finish {
     i64 product_stride, values_stride, maxima_stride;
     Pages pages;
     float scale;
-    int first, columns, parts, heads, block_tokens, top_blocks, width;
+    int owner, first, columns, parts, heads, block_tokens, top_blocks, width;
 };
 
-// Program row * parts + part does 4 * THREADS columns of a row, 4 of them a thread: their sum over heads of what is
-// positive. `first` and the strides of products and scores are multiples of 16.
+// Rows count from the first that the request `owner` has here. Program row * parts + part does 4 * THREADS columns of a
+// row, 4 of them a thread: their sum over heads of what is positive. `first` and the strides of products and scores are
+// multiples of 16.
 extern "C" __global__ void __launch_bounds__(THREADS) flashqsa_finish_scores(const Finish given) {
     const i64 row = blockIdx.x / given.parts;
     const int part = blockIdx.x % given.parts;
     const int at = given.position[row];
-    const bool live = given.request[row] == 0 && at >= 0;
-    // No call may have positions past its bound; where one has, nothing outside its scores is written.
+    // A row of another request would have to be multiplied with other keys: it counts as padding.
+    const bool live = given.request[row] == given.owner && at >= 0;
+    // No row may stand past its bound; where one does, nothing outside its scores is written, and no product is missing.
     const int seen = live ? min(int((unsigned(at) + 1) / unsigned(given.block_tokens)), given.width) : 0;
     if (part == 0 && given.first == 0 && threadIdx.x == 0) given.visible[row] = seen;
     const int begin = part * 4 * THREADS, column = begin + 4 * threadIdx.x, block = given.first + column;

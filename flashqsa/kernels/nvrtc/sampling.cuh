@@ -1,0 +1,26 @@
+// Which blocks of a row are sampled, and what a sample tells: the floor that a row's best blocks reach.
+
+struct Floor {
+    float least;  // a block goes on if it scores more, or as much and its id is no higher than `last`; NaN: none does
+    int last;
+};
+
+static constexpr int EVERY_BLOCK = 0x7fffffff;
+static constexpr float LEAST_SCORE = -3.402823466e+38f;
+
+// One of each `stride` neighbouring blocks, a power of two of them; which one varies, so that no period of the scores can
+// hide from the sample.
+__device__ __forceinline__ int sampled_block(int sample, int stride) {
+    return sample * stride + (unsigned(sample) * 0x9e3779b1u >> 16 & unsigned(stride - 1));
+}
+
+// Blocks that a row sees; none where it is padding, or where its numbers are past their bounds.
+__device__ __forceinline__ int blocks_seen(int owner, int at, int requests, int max_position, int block_tokens) {
+    if (unsigned(owner) >= unsigned(requests) || at < 0 || at > max_position) return 0;
+    return at / block_tokens + (at % block_tokens == block_tokens - 1);
+}
+
+// Blocks sampled of those that a row sees; none where every block goes on, since a sample's cut at `rank` would not tell.
+__device__ __forceinline__ int blocks_sampled(int seen, int top, int rank, int stride) {
+    return seen > top && seen / stride > rank ? seen / stride : 0;
+}
