@@ -74,13 +74,24 @@ def run(
             "--preset",
             metavar="NAME",
             help="A random model instead: demo (the released model's sparse geometry, small everything else; the "
-            "default), demo-2x (two sparse layers), demo-apart (rows that share little), or tiny.",
+            "default), demo-2x (two sparse layers), demo-apart (rows that share little), tiny, or released (every "
+            "layer as wide as the released model's, for a GPU).",
         ),
     ] = None,
-    tokens: Annotated[
+    layers: Annotated[
         int | None,
+        typer.Option("--layers", metavar="N", help="Layers of a preset; released has as many as memory holds."),
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:1; a GPU where there is one.")
+    ] = None,
+    tokens: Annotated[
+        str | None,
         typer.Option(
-            "--tokens", metavar="N", help="Cut the prompt to N tokens. By default a file is whole, Python's text 8192."
+            "--tokens",
+            metavar="LIST",
+            help="Cut the prompt to so many tokens, or run several lengths: 1k,29k,250k. By default a file is whole, "
+            "Python's text 8192.",
         ),
     ] = None,
     chunk: Annotated[int, typer.Option("--chunk", metavar="N", help="Rows of one prefill chunk.")] = 2048,
@@ -88,7 +99,10 @@ def run(
     dtype: Annotated[
         str | None,
         typer.Option(
-            "--dtype", metavar="DTYPE", help="float32 (a preset's default), bfloat16 or float16; else a model's own."
+            "--dtype",
+            metavar="DTYPE",
+            help="float32 (a preset's default on a CPU), bfloat16 (on a GPU) or float16 (on one before 8.0); else a "
+            "model's own.",
         ),
     ] = None,
     seed: Seed = 0,
@@ -99,6 +113,16 @@ def run(
             "--compare",
             metavar="stock",
             help="Also run the stock layer and compare time, logits and selections. Slow: its indexer loops in Python.",
+        ),
+    ] = None,
+    graph: Annotated[
+        str,
+        typer.Option("--graph", metavar="WHEN", help="Decode steps in CUDA graphs: auto (on a GPU), on or off."),
+    ] = "auto",
+    draft: Annotated[
+        str | None,
+        typer.Option(
+            "--draft", metavar="lookup", help="Guess from the text what comes next, and verify up to 9 rows a step."
         ),
     ] = None,
     route: RoutePin = None,
@@ -114,7 +138,24 @@ def run(
     def work(screen: show.Screen) -> int:
         from flashqsa.cli.run import Job, run
 
-        job = Job(prompt, model, preset, tokens, chunk, decode, dtype, seed, threads, compare, route, verbose)
+        job = Job(
+            prompt=prompt,
+            model=model,
+            preset=preset,
+            tokens=tokens,
+            chunk=chunk,
+            decode=decode,
+            dtype=dtype,
+            seed=seed,
+            threads=threads,
+            compare=compare,
+            route=route,
+            verbose=verbose,
+            device=device,
+            layers=layers,
+            graph=graph,
+            draft=draft,
+        )
         return run(job, screen, json_target)
 
     raise typer.Exit(show.carried_out(json_target, work))
@@ -331,7 +372,9 @@ def bench(
     ],
     suite: Annotated[
         str | None,
-        typer.Option("--suite", metavar="NAME", help="A ready list of cases: smoke (seconds), targets or full."),
+        typer.Option(
+            "--suite", metavar="NAME", help="A ready list: smoke (seconds), targets, sweep (the indexer) or full."
+        ),
     ] = None,
     device: Annotated[
         str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:1; a GPU where there is one.")
@@ -354,7 +397,7 @@ def bench(
         typer.Option("--context", metavar="LIST", help="Tokens, as 24240,7.5k,1M; for attention a regime has its own."),
     ] = None,
     batch: Annotated[
-        str | None, typer.Option("--batch", metavar="LIST", help="Requests of a decode step, as 1,16,64.")
+        str | None, typer.Option("--batch", metavar="LIST", help="Requests of a step, as 1,16,64.")
     ] = None,
     rows_per_request: Annotated[
         str | None,
@@ -379,6 +422,10 @@ def bench(
     ] = None,
     top_blocks: Annotated[
         int | None, typer.Option("--top-blocks", metavar="N", help="Blocks a row selects; 512 by default.")
+    ] = None,
+    every_route: Annotated[
+        bool | None,
+        typer.Option("--every-route", help="Time each route that can serve a case of the indexer, in turn."),
     ] = None,
     calls: Annotated[
         int | None, typer.Option("--calls", metavar="N", help="Timed calls of each; 20 on a GPU, 5 on a CPU.")
@@ -416,7 +463,19 @@ def bench(
         from flashqsa.cli.bench_cases import Wanted
 
         wanted = Wanted(
-            rows, heads, regime, dtype, context, batch, rows_per_request, share, gate, page_tokens, head_dim, top_blocks
+            rows,
+            heads,
+            regime,
+            dtype,
+            context,
+            batch,
+            rows_per_request,
+            share,
+            gate,
+            page_tokens,
+            head_dim,
+            top_blocks,
+            every_route,
         )
         settings = Settings(device, calls, cold, graph, peer, route, seed, threads, check_rows, verbose)
         return bench(kind, suite, wanted, settings, screen, json_target, plot)

@@ -205,9 +205,7 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
     if choice.route.mode == "everything":
         return SelectPlan(width, max(call.rows, 1), 0, facts.capability)
     if choice.route.mode == "fused":
-        shape = fused_shape(spec, call.rows, call.max_position, facts, limit_bytes)
-        workspace = shape.workspace_bytes(min(shape.chunk_rows, max(call.rows, 1)), width)
-        return SelectPlan(width, shape.chunk_rows, workspace, facts.capability, fused=shape)
+        return _plan_sm90_fused(call, facts, width, limit_bytes)
     if choice.route.kernel_set == "sm7x":
         return _plan_sm7x_select(call, facts, width, limit_bytes)
     if choice.route.mode == "cublas":
@@ -228,6 +226,22 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
         config(chunk),
         config(call.rows % chunk or chunk),
         call.batch_invariant,
+    )
+
+
+def _plan_sm90_fused(call: Call, facts: DeviceFacts, width: int, limit_bytes: int) -> SelectPlan:
+    spec = call.spec
+    shape = fused_shape(spec, call.rows, call.max_position, facts, limit_bytes)
+    workspace = shape.workspace_bytes(min(shape.chunk_rows, max(call.rows, 1)), width)
+
+    def in_full(rows: int) -> ChunkConfig:
+        # What writes the same scores, bit for bit, for whoever asks for them: the tile of many rows, whatever the rows.
+        score = score_config(spec, rows, call.requests, call.max_position, call.index_q_bytes, facts, True)
+        return ChunkConfig(score, topk_config(spec, rows, facts))
+
+    whole, last = in_full(shape.chunk_rows), in_full(call.rows % shape.chunk_rows or shape.chunk_rows)
+    return SelectPlan(
+        width, shape.chunk_rows, workspace, facts.capability, whole, last, call.batch_invariant, fused=shape
     )
 
 

@@ -31,7 +31,7 @@ MOST_KEYS = 32
 FLOOR_SIGMAS = 5.0
 """How far a floor lies below the best blocks: standard deviations of the blocks that a sample's rank lets through."""
 
-ROOM_SIGMAS = 6.0
+ROOM_SIGMAS = 5.0
 """How far beyond their expected number survivors have room, likewise."""
 
 USUAL_SIGMAS = 2.0
@@ -226,33 +226,33 @@ def fused_refusal(
     return None
 
 
-FUSED_FROM_ROWS, FUSED_FROM_ROWS_PER_REQUEST, FUSED_FROM_BLOCKS = 1024, 64, 12_288
-"""Rows of a call, rows per request and blocks of the longest row from which the fused indexer is the faster one."""
+FUSED_FROM_ROWS, FUSED_FROM_ROWS_PER_REQUEST, FUSED_FROM_SCORES = 1024, 64, 24 << 20
+"""Rows of a call, rows per request and scores (rows times the longest row's blocks) from which fusing is faster."""
 
 
 def fused_loses_to_scores(spec: QsaSpec, rows: int, rows_per_request: int, max_position: int) -> str | None:
     """Why a call should have all its scores written and ranked instead, or None where selecting at once is faster.
 
-    Measured on one H200 (docs/kernels/select.md).
+    Measured on one H200 by graph replay, 2026-11-30: 512 rows x 46,000 blocks 153 us fused and 113 in full, 1,024 rows
+    171 and 225; 1,616 rows x 12,500 blocks 122 and 122, x 16,000 134 and 139; 8,192 rows x 7,250 336 and 393.
 
     >>> fused_loses_to_scores(QsaSpec(), 1616, 1616, 183_999)
     >>> fused_loses_to_scores(QsaSpec(), 64, 1, 183_999)
     'scores in full are faster below 1024 rows, got 64'
     """
-    blocks = spec.visible_blocks(max_position)
+    least = FUSED_FROM_ROWS_PER_REQUEST
+    scores = rows * spec.visible_blocks(max_position)
     if rows < FUSED_FROM_ROWS:
         return f"scores in full are faster below {FUSED_FROM_ROWS} rows, got {rows}"
-    if rows_per_request < FUSED_FROM_ROWS_PER_REQUEST:
-        least = FUSED_FROM_ROWS_PER_REQUEST
+    if rows_per_request < least:
         return f"scores in full are faster below {least} rows per request on average, got {rows_per_request}"
-    if blocks < FUSED_FROM_BLOCKS:
-        return f"scores in full are faster below {FUSED_FROM_BLOCKS} blocks a row, got {blocks}"
+    if scores < FUSED_FROM_SCORES:
+        return f"scores in full are faster below {FUSED_FROM_SCORES >> 20}M scores, got {scores / (1 << 20):.1f}M"
     return None
 
 
 MOST_PROGRAMS = 16
-"""Programs of a row's cluster that `sm90/decode.cu` knows: the most that Hopper has, within one of its groups of 16 to 18
-multiprocessors."""
+"""Programs of the largest cluster: as many as lie within one of Hopper's groups of 16 or 18 multiprocessors."""
 
 DECODE_THREADS = 256
 """Of a program of `sm90/decode.cu`."""
@@ -299,7 +299,8 @@ class DecodeShape:
 
 
 def decode_shape(spec: QsaSpec, rows: int, max_position: int, facts: DeviceFacts) -> DecodeShape:
-    """The sizes for a call that `decode_refusal` has nothing against: all rows at once, on as much of the device as fits.
+    """The sizes for a call that `decode_refusal` has nothing against: all rows at once where that can be, on as many
+    multiprocessors as that takes.
 
     >>> h200 = DeviceFacts.named("h200")
     >>> [decode_shape(QsaSpec(), rows, 131_071, h200).cluster for rows in (1, 4, 16, 64, 128, 256)]
@@ -319,7 +320,7 @@ def _decode_shapes(spec: QsaSpec, max_position: int, facts: DeviceFacts) -> list
     deepest = max(RING_BYTES // (DECODE_THREADS // 32 * DECODE_TILE * spec.index_dim * 2), 2)
     fitting = []
     for cluster in (16, 8, 4, 2, 1):
-        share = -(--(-width // cluster) // DECODE_TILE) * DECODE_TILE
+        share = -(-width // (cluster * DECODE_TILE)) * DECODE_TILE
         shapes = (DecodeShape(cluster, DECODE_THREADS, stages, 1, share) for stages in range(deepest, 1, -1))
         shape = next((s for s in shapes if s.shared_bytes(spec) <= facts.shared_memory_bytes), None)
         if shape is not None:

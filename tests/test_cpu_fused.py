@@ -123,6 +123,16 @@ def test_scores_in_any_tiles_are_a_full_sort(
     assert compare.same_selection(ranked(scores, top, tile_rows, tile_blocks), reference.topk(scores, top)) is None
 
 
+def test_a_row_that_holds_nothing_yet_loses_no_zero_to_a_cut() -> None:
+    # Four rows see NaN while a fifth fills its room, so that all five are cut; then each meets scores of 0.
+    nan, zeros = float("nan"), [0.0] * 4
+    rows = [[nan] * 16 + zeros + zeros] * 4 + [[float(i % 7) for i in range(16)] + zeros + zeros]
+    scores = Scores(torch.tensor(rows), torch.full((5,), 24, dtype=torch.int32))
+    got = ranked(scores, 8, 5, 4)
+    assert got.blocks[0].tolist() == [16, 17, 18, 19, 20, 21, 22, 23]
+    assert compare.same_selection(got, reference.topk(scores, 8)) is None
+
+
 # Whole calls.
 
 

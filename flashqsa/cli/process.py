@@ -6,8 +6,12 @@ import ctypes
 import platform
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from flashqsa import knobs
+
+if TYPE_CHECKING:
+    import torch
 
 if sys.platform != "win32":
     import resource
@@ -39,6 +43,14 @@ def keep_freed_memory() -> bool:
     return bool(mapped and mallopt(M_TRIM_THRESHOLD, most) and mallopt(M_TOP_PAD, 64 << 20))
 
 
+def give_back_freed_memory() -> bool:
+    """Tells glibc's malloc to give the system what it keeps unused; returns whether there is such a call."""
+    if platform.libc_ver()[0] != "glibc":
+        return False
+    ctypes.CDLL(None).malloc_trim(0)
+    return True
+
+
 def let_threads_sleep() -> None:
     """Has OpenMP's threads sleep while they wait for each other. Must come before torch is imported.
 
@@ -68,6 +80,30 @@ def peak_bytes() -> int:
     """The most memory held since `reset_peak`, or ever where that is not possible."""
     found = _status("VmHWM")
     return _peak_ever() if found is None else found
+
+
+class MemoryMeter:
+    """The most memory held from here on: a GPU's, as torch hands it out, or this process's for a CPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        if device.type == "cuda":
+            import torch
+
+            torch.cuda.synchronize(device)
+            torch.cuda.reset_peak_memory_stats(device)
+            self.before = torch.cuda.memory_allocated(device)
+        else:
+            reset_peak()
+            self.before = resident_bytes()
+
+    def peak_extra_bytes(self) -> int:
+        """The most beyond what was held at the start."""
+        if self.device.type == "cuda":
+            import torch
+
+            return max(torch.cuda.max_memory_allocated(self.device) - self.before, 0)
+        return max(peak_bytes() - self.before, 0)
 
 
 def _status(field: str) -> int | None:

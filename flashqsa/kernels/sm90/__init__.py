@@ -4,6 +4,7 @@ The folder has an attention kernel and an indexer of its own and borrows the res
 
 worklist, chunks, rankings  `kernels.nvrtc`, as every NVIDIA GPU
 merge                       `kernels.smxx`
+score                       `kernels.smxx`, for whoever asks for the scores that the fused indexer does not keep
 
 Why it is worth a folder: on an H200 it attends 1,616 rows of 24/2 heads in 350 and 455 us mid and far, Triton's kernel
 in 439 and 574 (`docs/kernels/attend.md`), and selects for long chunks without a score matrix in less time than scores
@@ -17,6 +18,7 @@ from torch import Tensor
 from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.sm90.attend import attend_hopper
 from flashqsa.kernels.sm90.select import select_fused
+from flashqsa.kernels.smxx import score
 from flashqsa.kernels.smxx.merge import merge
 from flashqsa.plan import AttendPlan
 from flashqsa.values import KvCache, QsaSpec, Rows, Selection
@@ -41,4 +43,4 @@ def sparse_attention(
     )
 
 
-__all__ = ["select_fused", "sparse_attention"]
+__all__ = ["score", "select_fused", "sparse_attention"]
