@@ -81,7 +81,7 @@ class FusedShape:
 
         >>> shape = fused_shape(QsaSpec(), 1616, 183_999, DeviceFacts.named("h200"), 128 << 20)
         >>> shape.room_bytes(1616, 46_000) >> 20, shape.slices, shape.stride, shape.rank
-        (47, 5, 16, 75)
+        (43, 5, 16, 76)
         """
         return max(
             rows * self.samples * FLOAT_BYTES,
@@ -107,7 +107,7 @@ def floor_rank(top_blocks: int, stride: int) -> int:
     deviation of a negative binomial count); the least r with stride * (r - FLOOR_SIGMAS * sqrt(r)) >= top_blocks.
 
     >>> [floor_rank(512, stride) for stride in (8, 16, 64)]
-    [119, 75, 40]
+    [119, 76, 40]
     """
     root = (FLOOR_SIGMAS + math.sqrt(FLOOR_SIGMAS**2 + 4 * top_blocks / stride)) / 2
     return math.ceil(root**2)

@@ -150,8 +150,9 @@ def test_a_compiler_that_is_here_comes_before_entries_of_others(libraries: list[
 def test_newer_architectures_have_their_shared_kernels(archs: str, libraries: list[Nvrtc]) -> None:
     (capability,) = command.parse_archs(archs)
     names = {source.name for source in command.sources_for(capability)}
-    shared = {"everything.cu", "worklist.cu", "write.cu", "topk.cu"}
-    assert names == (shared | {"attend.cu"} if capability == HOPPER else shared)
+    shared = {"everything.cu", "worklist.cu", "write.cu", "topk.cu", "products.cu"}
+    own = {"attend.cu", "score.cu", "survivors.cu", "rescore.cu"}
+    assert names == (shared | own if capability == HOPPER else shared)
 
 
 def test_failures_are_told_and_counted(libraries: list[Nvrtc], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -260,9 +261,13 @@ def call_everything(gpu: str, rows: int, requests: int, context: int, heads: tup
     kv_cache = KvCache.interleaved(torch.zeros(1, 2, 64, spec.kv_heads, spec.head_dim).to(cache_dtype), table)
     selecting = pipeline.kernel_set(plan.select_decision.route.kernel_set)
     index_q = torch.zeros(rows, spec.index_heads, spec.index_dim, dtype=q_dtype)
-    selection: Selection = selecting.empty_selection(batch, spec)
+    # Hopper's folder selects for long chunks; what else is done with index keys it leaves to Triton's.
+    writing = pipeline.kernel_set("smxx") if plan.select_decision.route.kernel_set == "sm90" else selecting
+    selection: Selection = writing.empty_selection(batch, spec)
     if plan.select_decision.route.mode == "everything":
         selecting.select_everything(index_cache, batch, spec, plan.select)
+    elif plan.select_decision.route.mode == "fused":
+        selecting.select_fused(index_q, index_cache, batch, spec, plan.select)
     else:
         for start, stop in plan.select.chunks(rows):
             part = batch.slice(start, stop)
@@ -276,10 +281,10 @@ def call_everything(gpu: str, rows: int, requests: int, context: int, heads: tup
     attending = pipeline.kernel_set(plan.attend_decision.route.kernel_set)
     attending.sparse_attention(q, kv_cache, selection, batch, spec, q, True, plan.attend)
     new = torch.zeros(rows, spec.kv_heads, spec.head_dim, dtype=q_dtype)
-    selecting.write_kv(new, new, kv_cache, batch, facts.capability)
+    writing.write_kv(new, new, kv_cache, batch, facts.capability)
     norm, turn = torch.zeros(spec.index_dim), torch.zeros(rows, 64)
     keys = torch.zeros(rows, spec.index_dim, dtype=q_dtype)
-    selecting.write_index_keys(keys, index_cache, batch, spec, norm, turn, turn, 1e-6, facts.capability)
+    writing.write_index_keys(keys, index_cache, batch, spec, norm, turn, turn, 1e-6, facts.capability)
 
 
 SHAPES = ((1, 1, 777), (1, 1, 40_000), (5, 1, 200_000), (64, 64, 32_768), (320, 64, 32_768), (1616, 1, 184_000))
@@ -310,7 +315,8 @@ def test_hopper_asks_for_nothing_else(
     for heads in ((24, 2), (6, 1)):
         for shape in SHAPES:
             call_everything("h200", *shape, heads, dtypes)
-    assert {source.name for source in asked} >= {"topk.cu", "attend.cu", "write.cu"}
+    wanted = {"topk.cu", "attend.cu", "write.cu"}
+    assert {source.name for source in asked} >= (wanted | {"survivors.cu"} if dtypes == (BF16, BF16) else wanted)
     assert asked <= set(command.sources_for(HOPPER))
 
 
