@@ -58,8 +58,8 @@ class FusedShape:
     rank           place in the sample, from 1, of the block that sets the floor
     samples        of the longest row
     capacity       survivors that a program may put out for a row
-    sample_keys    samples of a row that a thread ranks, a multiple of 4
-    survivor_keys  survivors of a row that a thread ranks at most, likewise
+    sample_keys    samples of a row that a thread ranks: 4, 8, 16 or 32
+    survivor_keys  survivors of a row that a thread ranks at most, a multiple of 4
     usual_keys     those that it ranks in most rows
     programs       that do rows again, each with room for all scores of one
     """
@@ -150,7 +150,7 @@ def fused_shape(spec: QsaSpec, rows: int, max_position: int, facts: DeviceFacts,
             rank,
             samples,
             capacity,
-            _whole_vectors(-(-samples // THREADS)),
+            _sample_keys(samples),
             survivor_keys,
             -(-usual // THREADS),
             programs,
@@ -173,6 +173,11 @@ def _slices(windows: int, tiles: int, multiprocessors: int) -> int:
 
     choices = range(1, min(MOST_SLICES, max(tiles, 1)) + 1)
     return max(choices, key=lambda slices: (round(busy(slices), 2), -slices))
+
+
+def _sample_keys(samples: int) -> int:
+    """4, 8, 16 or 32 for a thread: few kernels serve all lengths."""
+    return 4 << max(-(-samples // (4 * THREADS)) - 1, 0).bit_length()
 
 
 def _whole_vectors(keys: int) -> int:

@@ -270,17 +270,21 @@ def fused_kernels(spec: QsaSpec, shape: FusedShape, width: int, bf16: bool) -> F
         function = "flashqsa_sample_sm90" if sample else "flashqsa_score_sm90"
         return Kernel(source, function, SCORE_PARAMETERS, CAPABILITY, SCORE_THREADS, shared)
 
-    def ranking(keys: int, resident: int) -> Source:
+    def ranking(keys: int, usual_keys: int, slices: int, resident: int) -> Source:
         defines = (
             ("THREADS", THREADS),
             ("KEYS", keys),
-            ("USUAL_KEYS", shape.usual_keys),
-            ("SLICES", 1 if shape.slices == 1 else MOST_SLICES),
-            ("RESIDENT", resident if keys <= 12 else 2 * THREADS),
+            ("USUAL_KEYS", usual_keys),
+            ("SLICES", slices),
+            ("RESIDENT", resident),
         )
         headers = ("paging.cuh", "ranking.cuh", "sampling.cuh")
         return Source("survivors.cu", defines, headers=headers)
 
+    floors = ranking(shape.sample_keys, shape.sample_keys, 1, 1536 if shape.sample_keys <= 16 else 1024)
+    # Rows of a few lists are read as rows of the most would be: fewer kernels, as fast.
+    most = 1 if shape.slices == 1 else MOST_SLICES
+    select = ranking(shape.survivor_keys, shape.usual_keys, most, 1280 if shape.survivor_keys <= 12 else 768)
     topk = variant_for(spec.top_blocks, width, TopkConfig(CAPABILITY, THREADS, THREADS))
     defines = (
         *common,
@@ -294,10 +298,10 @@ def fused_kernels(spec: QsaSpec, shape: FusedShape, width: int, bf16: bool) -> F
     rescore_bytes = slab * 128 * (RESCORE_LINES + 2 * RESCORE_STAGES * RESCORE_KEYS) + 2 * ALIGNMENT
     return FusedKernels(
         score(1),
-        Kernel(ranking(shape.sample_keys, 1536), "flashqsa_find_floors", FLOOR_PARAMETERS, CAPABILITY, THREADS),
+        Kernel(floors, "flashqsa_find_floors", FLOOR_PARAMETERS, CAPABILITY, THREADS),
         score(0),
         Kernel(
-            ranking(shape.survivor_keys, 1280),
+            select,
             "flashqsa_select_survivors",
             SURVIVOR_PARAMETERS,
             CAPABILITY,
