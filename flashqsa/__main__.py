@@ -125,6 +125,10 @@ def run(
             "--draft", metavar="lookup", help="Guess from the text what comes next, and verify up to 9 rows a step."
         ),
     ] = None,
+    kv_dtype: Annotated[
+        str,
+        typer.Option("--kv-dtype", metavar="DTYPE", help="Keys and values in the cache: auto (the model's) or fp8."),
+    ] = "auto",
     route: RoutePin = None,
     verbose: Verbose = False,
     json_target: JsonTarget = None,
@@ -155,10 +159,54 @@ def run(
             layers=layers,
             graph=graph,
             draft=draft,
+            kv_dtype=kv_dtype,
         )
         return run(job, screen, json_target)
 
     raise typer.Exit(show.carried_out(json_target, work))
+
+
+@app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL|PRESET", help="A folder or a name on Hugging Face's hub, or a preset as `flashqsa run` has."
+        ),
+    ],
+    host: Annotated[
+        str | None, typer.Option("--host", metavar="NAME", help="Listen here; localhost by default.")
+    ] = None,
+    port: Annotated[
+        int | None, typer.Option("--port", metavar="N", help="Listen on this port; 8000 by default.")
+    ] = None,
+    device: Annotated[
+        str | None, typer.Option("--device", metavar="NAME", help="cpu, cuda or cuda:1; a GPU where there is one.")
+    ] = None,
+    dtype: Annotated[
+        str | None,
+        typer.Option("--dtype", metavar="DTYPE", help="float32, bfloat16 or float16; the model's own by default."),
+    ] = None,
+    seed: Seed = 0,
+    threads: Threads = None,
+    route: RoutePin = None,
+    verbose: Verbose = False,
+) -> None:
+    """Serve a Qwen4-Exp model with Transformers' OpenAI-compatible server, FlashQSA in place of its sparse layers.
+
+    Logs each route at its first use, and every reason why a call was left to the stock layer. Takes the other options
+    of `transformers serve` too: `flashqsa serve MODEL -- --help` shows them.
+    """
+    from flashqsa.cli import show
+
+    def work(screen: show.Screen) -> int:
+        from flashqsa.cli.serve import Serving, serve
+
+        passed = tuple(word for word in context.args if word != "--")
+        return serve(Serving(model, host, port, device, dtype, seed, threads, route, verbose, passed), screen)
+
+    raise typer.Exit(show.carried_out(None, work))
 
 
 @app.command()

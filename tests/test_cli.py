@@ -25,7 +25,7 @@ from flashqsa.values import QsaSpec, Rows, Selection
 
 transformers = pytest.importorskip("transformers")
 
-COMMANDS = ("run", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
+COMMANDS = ("run", "serve", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
 TINY = ["run", "--device", "cpu", "--preset", "tiny", "--tokens", "150", "--chunk", "64", "--decode", "3"]
 
 
@@ -206,7 +206,13 @@ def test_the_built_in_text_is_long_and_says_where_it_ends() -> None:
     [
         (["no-such-file.txt"], "No such file"),
         (["."], "directory"),
-        (["--tokens", "0"], "--tokens: wanted at least 1; got 0"),
+        (["--tokens", "0"], "--tokens: wanted whole numbers such as 1616,7.5k; got '0'"),
+        (["--layers", "3"], "--layers: wanted at least 4, of which one is sparse; got 3"),
+        (["--draft", "luck"], "--draft: wanted lookup; got 'luck'"),
+        (["--graph", "never"], "--graph: wanted auto, on, off; got 'never'"),
+        (["--graph", "on", "--device", "cpu"], "--graph on: wanted a GPU; got a CPU"),
+        (["--device", "tpu"], "--device"),
+        (["--model", ".", "--layers", "4"], "--layers: wanted with a preset"),
         (["--chunk", "0"], "--chunk: wanted at least 1"),
         (["--decode", "0"], "--decode: wanted at least 1"),
         (["--threads", "0"], "--threads: wanted at least 1"),
@@ -247,7 +253,10 @@ def test_a_prompt_shorter_than_asked_is_refused_not_repeated(tmp_path: Path) -> 
         ("{", "config.json cannot be read"),
         ("[]", "wanted a model of type"),
         ('{"model_type": "llama"}', "wanted a model of type qwen4_exp or qwen4_exp_text; got 'llama'"),
-        ('{"model_type": "qwen4_exp_text"}', "Transformers cannot load it"),
+        ('{"model_type": "qwen4_exp_text"}', "wanted the indexer fields indexer_n_heads"),
+        ('{"model_type": "qwen4_exp_text", "layer_types": ["sliding_attention"]}', "config.layer_types: wanted"),
+        ('{"model_type": "qwen4_exp", "text_config": {"layer_types": ["linear_attention"]}}', "one sparse layer"),
+        ('{"model_type": "qwen4_exp_text", "hidden_size": "wide"}', "Field 'hidden_size' expected int"),
     ],
 )
 def test_a_folder_that_is_no_model_is_refused(config: str | None, message: str, tmp_path: Path) -> None:

@@ -22,10 +22,13 @@ from flashqsa.integrations.transformers.errors import (
 )
 
 if TYPE_CHECKING:
-    from flashqsa.integrations.transformers.cache import FlashQsaLayer, FlashQsaStaticLayer
+    from flashqsa.integrations.transformers.cache import FlashQsaLayer, FlashQsaStaticLayer, reserve
     from flashqsa.integrations.transformers.handover import hand_overs
     from flashqsa.integrations.transformers.layer import FlashQsaAttention
+    from flashqsa.integrations.transformers.lookup import PromptLookup
+    from flashqsa.integrations.transformers.ranks import spec_here, spec_on_rank, tensor_parallel_plan
     from flashqsa.integrations.transformers.report import LayerRoute, route_report, spec_of
+    from flashqsa.integrations.transformers.steps import MAX_ROWS, StepDone, Steps
     from flashqsa.integrations.transformers.switch import (
         disable,
         disable_globally,
@@ -41,6 +44,10 @@ _HOMES = {
     "FlashQsaLayer": "cache",
     "FlashQsaStaticLayer": "cache",
     "LayerRoute": "report",
+    "MAX_ROWS": "steps",
+    "PromptLookup": "lookup",
+    "StepDone": "steps",
+    "Steps": "steps",
     "disable": "switch",
     "disable_globally": "switch",
     "enable": "switch",
@@ -49,20 +56,28 @@ _HOMES = {
     "is_enabled": "switch",
     "portable_config": "versions",
     "qsa_layers": "switch",
+    "reserve": "cache",
     "route_report": "report",
     "sparse_layer_ids": "versions",
+    "spec_here": "ranks",
     "spec_of": "report",
     "spec_of_config": "versions",
+    "spec_on_rank": "ranks",
+    "tensor_parallel_plan": "ranks",
 }
-_WITHOUT_TRANSFORMERS = ("handover", "versions")
+_WITHOUT_TRANSFORMERS = ("handover", "lookup", "versions")
 
 __all__ = [
+    "MAX_ROWS",
     "CacheMismatchError",
     "FlashQsaAttention",
     "FlashQsaLayer",
     "FlashQsaStaticLayer",
     "LayerRoute",
     "MaskMismatchError",
+    "PromptLookup",
+    "StepDone",
+    "Steps",
     "UnsupportedModelError",
     "UnsupportedTransformersError",
     "disable",
@@ -73,10 +88,14 @@ __all__ = [
     "is_enabled",
     "portable_config",
     "qsa_layers",
+    "reserve",
     "route_report",
     "sparse_layer_ids",
+    "spec_here",
     "spec_of",
     "spec_of_config",
+    "spec_on_rank",
+    "tensor_parallel_plan",
 ]
 
 
