@@ -39,7 +39,7 @@ from flashqsa.machine import facts_here
 from flashqsa.product_shape import ProductConfig, product_chunk_rows, product_config, product_workspace_bytes
 from flashqsa.route import Call, Decision, NoRouteError, Route, Stage, choose_route
 from flashqsa.score_split import score_split
-from flashqsa.select_shape import FusedShape, fused_shape
+from flashqsa.select_shape import DecodeShape, FusedShape, decode_shape, decodes_at_once, fused_shape
 from flashqsa.values import QsaSpec, Rows
 
 FLOAT_BYTES = 4
@@ -78,7 +78,7 @@ class SelectPlan:
     whole: ChunkConfig | None = None
     last: ChunkConfig | None = None
     batch_invariant: bool = False
-    fused: FusedConfig | FusedShape | None = None
+    fused: FusedConfig | FusedShape | DecodeShape | None = None
 
     def chunks(self, rows: int) -> Iterator[tuple[int, int]]:
         """The row ranges to score, in order."""
@@ -231,13 +231,18 @@ def plan_select(call: Call, choice: Decision | NoRouteError, facts: DeviceFacts,
 
 def _plan_sm90_fused(call: Call, facts: DeviceFacts, width: int, limit_bytes: int) -> SelectPlan:
     spec = call.spec
-    shape = fused_shape(spec, call.rows, call.max_position, facts, limit_bytes)
-    workspace = shape.workspace_bytes(min(shape.chunk_rows, max(call.rows, 1)), width)
+    at_once = decodes_at_once(spec, call.rows, call.rows_per_request, call.max_position, call.batch_invariant)
 
     def in_full(rows: int) -> ChunkConfig:
-        # What writes the same scores, bit for bit, for whoever asks for them: the tile of many rows, whatever the rows.
-        score = score_config(spec, rows, call.requests, call.max_position, call.index_q_bytes, facts, True)
+        # What writes the same scores, bit for bit, for whoever asks for them: the tile of many rows, or of one.
+        score = score_config(spec, rows, call.requests, call.max_position, call.index_q_bytes, facts, not at_once)
         return ChunkConfig(score, topk_config(spec, rows, facts))
+
+    if at_once:
+        one, few = decode_shape(spec, call.rows, call.max_position, facts), in_full(max(call.rows, 1))
+        return SelectPlan(width, max(call.rows, 1), 0, facts.capability, few, few, fused=one)
+    shape = fused_shape(spec, call.rows, call.max_position, facts, limit_bytes)
+    workspace = shape.workspace_bytes(min(shape.chunk_rows, max(call.rows, 1)), width)
 
     whole, last = in_full(shape.chunk_rows), in_full(call.rows % shape.chunk_rows or shape.chunk_rows)
     return SelectPlan(

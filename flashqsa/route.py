@@ -213,7 +213,7 @@ def _fuses_on_sm90(call: Call, facts: DeviceFacts) -> str | None:
 
 
 def _faster_in_full(call: Call, _facts: DeviceFacts) -> str | None:
-    return fused_loses_to_scores(call.spec, call.rows, call.rows_per_request, call.max_position)
+    return fused_loses_to_scores(call.spec, call.rows, call.rows_per_request, call.max_position, call.batch_invariant)
 
 
 def _multiplies_on_smxx(call: Call, facts: DeviceFacts) -> str | None:

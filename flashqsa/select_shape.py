@@ -1,8 +1,9 @@
 """How the fused indexer cuts its work: what it samples, where it sets floors, and how much room survivors get.
 
-A row's blocks are sampled, the sample's block at a rank is the row's floor, and only blocks that reach it are kept. The
-rank is low enough that floors let too few through about once in a million rows, and survivors have room for about as
-rare an excess; rows to which either happens are selected from all their scores, so the result never depends on chance.
+A row's blocks are sampled, the sample's block at a rank is the row's floor, and only blocks that reach it are kept. For
+scores in no order, floors let too few through less than once in a hundred million rows, and more than survivors have
+room for less than once in fifty thousand; rows to which either happens are selected from all their scores, so the
+result never depends on chance.
 """
 
 from __future__ import annotations
@@ -235,18 +236,37 @@ FUSED_FROM_ROWS, FUSED_FROM_ROWS_PER_REQUEST, FUSED_FROM_SCORES = 1024, 64, 24 <
 """Rows of a call, rows per request and scores (rows times the longest row's blocks) from which fusing is faster."""
 
 
-def fused_loses_to_scores(spec: QsaSpec, rows: int, rows_per_request: int, max_position: int) -> str | None:
+def decodes_at_once(spec: QsaSpec, rows: int, rows_per_request: int, max_position: int, batch_invariant: bool) -> bool:
+    """Whether `sm90` takes one launch for a call, a cluster for each row, where the route `fused` is taken at all.
+
+    Few rows, one of a request: rows of one request would each read its keys. Scores are then those of one row's tile,
+    so not where a row must get the same bits whatever shares its launch.
+    """
+    blocks = spec.visible_blocks(max_position)
+    timed = any(rows <= most_rows and blocks <= most_blocks for most_rows, most_blocks, *_ in DECODE_SIZES)
+    return timed and rows_per_request <= 1 and not batch_invariant
+
+
+def fused_loses_to_scores(
+    spec: QsaSpec, rows: int, rows_per_request: int, max_position: int, batch_invariant: bool = False
+) -> str | None:
     """Why a call should have all its scores written and ranked instead, or None where selecting at once is faster.
 
     Measured on one H200 by graph replay, 2026-11-30: 512 rows x 46,000 blocks 153 us fused and 113 in full, 1,024 rows
-    171 and 225; 1,616 rows x 12,500 blocks 122 and 122, x 16,000 134 and 139; 8,192 rows x 7,250 336 and 393.
+    171 and 225; 1,616 rows x 12,500 blocks 122 and 122, x 16,000 134 and 139; 8,192 rows x 7,250 336 and 393. Of one
+    row per request see `DECODE_SIZES`.
 
     >>> fused_loses_to_scores(QsaSpec(), 1616, 1616, 183_999)
-    >>> fused_loses_to_scores(QsaSpec(), 64, 1, 183_999)
+    >>> fused_loses_to_scores(QsaSpec(), 16, 1, 131_071)
+    >>> fused_loses_to_scores(QsaSpec(), 64, 4, 131_071)
     'scores in full are faster below 1024 rows, got 64'
     """
     least = FUSED_FROM_ROWS_PER_REQUEST
     scores = rows * spec.visible_blocks(max_position)
+    if decodes_at_once(spec, rows, rows_per_request, max_position, batch_invariant):
+        if rows < DECODE_FROM_ROWS:
+            return f"scores in full are faster below {DECODE_FROM_ROWS} requests of one row, got {rows}"
+        return None
     if rows < FUSED_FROM_ROWS:
         return f"scores in full are faster below {FUSED_FROM_ROWS} rows, got {rows}"
     if rows_per_request < least:
@@ -257,23 +277,39 @@ def fused_loses_to_scores(spec: QsaSpec, rows: int, rows_per_request: int, max_p
 
 
 MOST_PROGRAMS = 16
-"""Programs of the largest cluster: as many as lie within one of Hopper's groups of 16 or 18 multiprocessors."""
-
-DECODE_THREADS = 256
-"""Of a program of `sm90/decode.cu`."""
+"""Programs of the largest cluster: as many as lie within one of Hopper's groups of 14 to 18 multiprocessors."""
 
 DECODE_TILE = 16
-"""Keys that a warp of it multiplies at a time."""
+"""Keys that a warp of `sm90/decode.cu` multiplies at a time."""
 
 RING_BYTES = 128 << 10
-"""Keys that a multiprocessor has on their way: several times what memory's bandwidth and latency ask of it."""
+"""Keys that a multiprocessor has on their way at most: several times what memory's bandwidth and latency ask of it."""
+
+DECODE_SIZES = (
+    (8, 32_768, 8, 512, 1),
+    (16, 32_768, 6, 512, 1),
+    (32, 32_768, 6, 256, 2),
+    (64, 32_768, 2, 512, 1),
+    (132, 8192, 2, 256, 2),
+)
+"""Up to so many rows of so many blocks: programs of a row, threads of a program, programs on a multiprocessor.
+
+Of clusters of 2 to 16 with 256 or 512 threads, the fastest on one H200 by graph replay, keys not in L2, 2026-11-30. One
+row per request; microseconds of `smxx:plain` and of this, at 32,768 and 131,072 tokens: 8 rows 32.2 and 28.7 (131,072);
+16 rows 19.9 and 18.1, 49.9 and 45.3; 32 rows 30.4 and 27.2, 83.7 and 81.7; 64 rows 47.7 and 42.0, 152.3 and 139.3;
+128 rows 82.1 and 74.5 (32,768). 1 row 11.2 and 13.1, 4 rows 13.7 and 14.4 (32,768): those are left to `smxx`. Of 132
+multiprocessors no more than 15 groups of 8 lie together: 16 rows on clusters of 8 take two turns.
+"""
+
+DECODE_FROM_ROWS = 8
+"""Rows from which one launch was the faster way."""
 
 
 @dataclass(frozen=True)
 class DecodeShape:
     """How `sm90/decode.cu` cuts a call of few rows: a cluster of programs for each row.
 
-    cluster       programs of a row: a power of two, at most `MOST_PROGRAMS`
+    cluster       programs of a row, at most `MOST_PROGRAMS`
     threads       of a program
     stages        tiles of keys that are on their way to a warp
     resident      programs that a multiprocessor has room for
@@ -297,40 +333,46 @@ class DecodeShape:
 
         >>> shape = decode_shape(QsaSpec(), 16, 131_071, DeviceFacts.named("h200"))
         >>> shape, shape.shared_bytes(QsaSpec()) >> 10
-        (DecodeShape(cluster=8, threads=256, stages=4, resident=1, share_blocks=4096), 149)
+        (DecodeShape(cluster=6, threads=512, stages=2, resident=1, share_blocks=5472), 154)
         """
         ring = self.threads // 32 * self.stages * DECODE_TILE * spec.index_dim * 2
         return self.table_bytes + ring + self.share_blocks * FLOAT_BYTES
 
 
 def decode_shape(spec: QsaSpec, rows: int, max_position: int, facts: DeviceFacts) -> DecodeShape:
-    """The sizes for a call that `decode_refusal` has nothing against: all rows at once where that can be, on as many
-    multiprocessors as that takes.
+    """The sizes for a call that `decode_refusal` has nothing against.
 
     >>> h200 = DeviceFacts.named("h200")
-    >>> [decode_shape(QsaSpec(), rows, 131_071, h200).cluster for rows in (1, 4, 16, 64, 128, 256)]
-    [16, 16, 8, 2, 1, 1]
-    >>> [decode_shape(QsaSpec(), rows, 1_048_575, h200).cluster for rows in (1, 16, 64)]
-    [16, 8, 8]
+    >>> [decode_shape(QsaSpec(), rows, 131_071, h200).cluster for rows in (1, 16, 32, 64, 256)]
+    [8, 6, 6, 2, 2]
+    >>> decode_shape(QsaSpec(), 16, 1_048_575, h200).cluster
+    8
     """
-    fitting = _decode_shapes(spec, max_position, facts)
-    # A cluster lies within one group of multiprocessors, of which no more than a multiple of 16 serve it.
-    programs = facts.multiprocessors // MOST_PROGRAMS * MOST_PROGRAMS
-    return next((shape for shape in fitting if rows * shape.cluster <= programs), fitting[-1])
+    _, _, *wanted = next((sizes for sizes in DECODE_SIZES if rows <= sizes[0]), DECODE_SIZES[-1])
+    cluster, threads, resident = wanted
+    sizes = ((cluster, threads, resident), *_other_sizes(cluster))
+    fitting = (_decode_shape(spec, max_position, *size, facts) for size in sizes)
+    found = next((shape for shape in fitting if shape is not None), None)
+    if found is None:
+        raise ValueError(f"rows of {spec.visible_blocks(max_position)} blocks fit no cluster")
+    return found
 
 
-def _decode_shapes(spec: QsaSpec, max_position: int, facts: DeviceFacts) -> list[DecodeShape]:
-    """What fits shared memory, the largest cluster first, each with as deep a ring as fits."""
-    width = max(spec.visible_blocks(max_position), 1)
-    deepest = max(RING_BYTES // (DECODE_THREADS // 32 * DECODE_TILE * spec.index_dim * 2), 2)
-    fitting = []
-    for cluster in (16, 8, 4, 2, 1):
-        share = -(-width // (cluster * DECODE_TILE)) * DECODE_TILE
-        shapes = (DecodeShape(cluster, DECODE_THREADS, stages, 1, share) for stages in range(deepest, 1, -1))
-        shape = next((s for s in shapes if s.shared_bytes(spec) <= facts.shared_memory_bytes), None)
-        if shape is not None:
-            fitting.append(shape)
-    return fitting
+def _other_sizes(least: int) -> list[tuple[int, int, int]]:
+    """Sizes where the wanted ones do not fit: larger clusters, then fewer programs on a multiprocessor at a time."""
+    return [(cluster, 256, 1) for cluster in (2, 4, 6, 8, 12, 16) if cluster >= least]
+
+
+def _decode_shape(
+    spec: QsaSpec, max_position: int, cluster: int, threads: int, resident: int, facts: DeviceFacts
+) -> DecodeShape | None:
+    """A shape with as deep a ring as fits shared memory, or None where none of two tiles a warp does."""
+    share = -(-max(spec.visible_blocks(max_position), 1) // (cluster * DECODE_TILE)) * DECODE_TILE
+    # A multiprocessor keeps 1 KiB for itself and for each program (CUDA C++ Programming Guide, "Shared Memory").
+    room = (facts.shared_memory_bytes + 1024) // resident - 1024
+    deepest = max(RING_BYTES // resident // (threads // 32 * DECODE_TILE * spec.index_dim * 2), 2)
+    shapes = (DecodeShape(cluster, threads, stages, resident, share) for stages in range(deepest, 1, -1))
+    return next((shape for shape in shapes if shape.shared_bytes(spec) <= room), None)
 
 
 def decode_refusal(
@@ -353,7 +395,7 @@ def decode_refusal(
         return f"made for FP16 or BF16 index queries and keys of one dtype, got {q_dtype} and {cache_dtype}"
     if not aligned:
         return "index queries or keys do not begin at multiples of 16 bytes"
-    if not _decode_shapes(spec, max_position, facts):
+    if _decode_shape(spec, max_position, MOST_PROGRAMS, 256, 1, facts) is None:
         blocks = spec.visible_blocks(max_position)
         return f"rows of {blocks} blocks: their scores do not fit the shared memory of {MOST_PROGRAMS} programs"
     return None

@@ -32,7 +32,8 @@ def build_emulator(source: Source, folder: Path) -> ctypes.CDLL:
     """Compiles a source's kernels. Raises CalledProcessError where g++ refuses it."""
     kernels = re.findall(r"__global__ void __launch_bounds__\(.*?\) (\w+)\(", source.read())
     assert kernels
-    emulator = "mma_emulator.hpp" if "mma.cuh" in source.headers else "nvrtc_emulator.hpp"
+    needs = {"mma.cuh": "mma_emulator.hpp", "ranking.cuh": "ranking_emulator.hpp"}
+    emulator = next((needs[header] for header in source.headers if header in needs), "nvrtc_emulator.hpp")
     # One block runs at a time: what its threads share may be static, or the array that all kernels have.
     body = re.sub(
         r"(?m)^( +)extern __shared__ (\w+) dynamic\[\];", r"\1\2* const dynamic = (\2*)::dynamic;", source.read()

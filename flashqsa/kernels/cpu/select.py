@@ -172,8 +172,8 @@ class Best:
         if most <= self.top:
             return
         ranks = self.ranks[start:stop, :most]
+        # What this leaves behind the best of a row is worse than each of them, or nothing: it may lie there.
         ranks.partition(self.top - 1, axis=1)
-        ranks[:, self.top :] = NOTHING
         np.minimum(held, self.top, out=held)
         worst = ranks[:, self.top - 1]
         self.worst[start:stop, 0] = np.where(worst < 0, scores_of(worst), -np.inf)

@@ -23,6 +23,15 @@ BUFFER_POINTER, BUFFER_SIZE, PARAMETERS_END = 1, 2, 0
 MAX_DYNAMIC_SHARED_SIZE_BYTES = 8
 """CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES."""
 
+NON_PORTABLE_CLUSTER_SIZE_ALLOWED = 14
+"""CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED."""
+
+PORTABLE_CLUSTER = 8
+"""Programs of the largest cluster that every device with clusters has."""
+
+CLUSTER_DIMENSION = 4
+"""CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION."""
+
 DEFAULT_SHARED_BYTES = 48 << 10
 """Shared memory a program may have without asking for more."""
 
@@ -41,6 +50,7 @@ class Kernel:
     capability    compute capability of the device, as `DeviceFacts` has it
     threads       of a program (a CUDA thread block)
     shared_bytes  dynamic shared memory of a program
+    cluster       neighbouring programs that run at once and reach each other's shared memory (sm_90 and newer)
     loaded        where it is loaded already, by the number of the device
 
     >>> Kernel(Source("topk.cu"), "segment_maxima", "PqPPqii", (9, 0), threads=256).packing.size
@@ -53,6 +63,7 @@ class Kernel:
     capability: tuple[int, int]
     threads: int
     shared_bytes: int = 0
+    cluster: int = 1
     loaded: dict[int, Loaded] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -79,7 +90,7 @@ class Kernel:
         """Launches it on the device's current stream.
 
         device     the tensors' device
-        programs   how many, in one dimension (at most 2^31 - 1; none is no launch)
+        programs   how many, in one dimension (at most 2^31 - 1; none is no launch), whole clusters
         arguments  for `parameters`; a tensor is passed by its `data_ptr()`
 
         Raises CompileError, NvrtcNotFoundError, DriverError.
@@ -123,7 +134,10 @@ class Loaded:
         kernel, driver = self.kernel, _driver()
         # A thread that has not called the CUDA runtime yet has no current context.
         status = driver.cuCtxSetCurrent(self.context)
-        if status == SUCCESS:
+        if status == SUCCESS and kernel.cluster > 1:
+            config = _cluster_launch(kernel, programs, stream)
+            status = driver.cuLaunchKernelEx(ctypes.byref(config), self.handle, None, extra)
+        elif status == SUCCESS:
             status = driver.cuLaunchKernel(
                 self.handle, programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, _Pointer(stream), None, extra
             )
@@ -133,6 +147,42 @@ class Loaded:
 
 _Extra = ctypes.c_void_p * 5
 _Pointer = ctypes.c_void_p
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute with a CUlaunchAttributeValue of 64 bytes that begins with three dimensions."""
+
+    _fields_ = (
+        ("id", ctypes.c_int),
+        ("padding", ctypes.c_int),
+        ("dims", ctypes.c_uint * 3),
+        ("rest", ctypes.c_char * 52),
+    )
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = (
+        *((f"grid_{axis}", ctypes.c_uint) for axis in "xyz"),
+        *((f"block_{axis}", ctypes.c_uint) for axis in "xyz"),
+        ("shared_bytes", ctypes.c_uint),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("attribute_count", ctypes.c_uint),
+    )
+
+
+@cache
+def _of_clusters(cluster: int) -> ctypes._Pointer[_Attribute]:
+    """What tells the driver that a launch's programs form clusters."""
+    return ctypes.pointer(_Attribute(CLUSTER_DIMENSION, 0, (cluster, 1, 1)))
+
+
+def _cluster_launch(kernel: Kernel, programs: int, stream: int) -> _Config:
+    """A launch of programs that form clusters, as the driver is told of it."""
+    attributes = _of_clusters(kernel.cluster)
+    return _Config(programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, attributes, 1)
 
 
 @cache
@@ -163,6 +213,9 @@ def _loaded(kernel: Kernel, device_index: int) -> Loaded:
     if kernel.shared_bytes > DEFAULT_SHARED_BYTES:
         status = driver.cuFuncSetAttribute(handle, MAX_DYNAMIC_SHARED_SIZE_BYTES, kernel.shared_bytes)
         _check(f"{kernel.shared_bytes} bytes of shared memory for {kernel.function}", status)
+    if kernel.cluster > PORTABLE_CLUSTER:
+        status = driver.cuFuncSetAttribute(handle, NON_PORTABLE_CLUSTER_SIZE_ALLOWED, 1)
+        _check(f"clusters of {kernel.cluster} programs for {kernel.function}", status)
     packing = kernel.packing
     return Loaded(kernel, packing, context, handle, ctypes.c_size_t(packing.size))
 

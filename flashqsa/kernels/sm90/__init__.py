@@ -17,13 +17,22 @@ from torch import Tensor
 
 from flashqsa.kernels.nvrtc import sparse
 from flashqsa.kernels.sm90.attend import attend_hopper
-from flashqsa.kernels.sm90.select import select_fused
+from flashqsa.kernels.sm90.decode import select_decode
+from flashqsa.kernels.sm90.select import select_chunks
 from flashqsa.kernels.smxx import score
 from flashqsa.kernels.smxx.merge import merge
-from flashqsa.plan import AttendPlan
-from flashqsa.values import KvCache, QsaSpec, Rows, Selection
+from flashqsa.plan import AttendPlan, SelectPlan
+from flashqsa.select_shape import DecodeShape
+from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Selection
 
 KERNELS = sparse.AttendKernels(attend_hopper, merge)
+
+
+def select_fused(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Selection:
+    """Each row's best blocks without a score matrix: by chunks of rows, or in one launch for few; see their files."""
+    if isinstance(plan.fused, DecodeShape):
+        return select_decode(index_q, index_cache, rows, spec, plan.fused)
+    return select_chunks(index_q, index_cache, rows, spec, plan)
 
 
 def sparse_attention(

@@ -10,9 +10,10 @@ import torch
 from flashqsa.attend_shape import HopperTile
 from flashqsa.kernels.nvrtc import Source
 from flashqsa.kernels.sm90.attend import hopper_kernel
+from flashqsa.kernels.sm90.decode import decode_kernel
 from flashqsa.kernels.sm90.select import fused_kernels
 from flashqsa.plan import Plan
-from flashqsa.select_shape import FusedShape, fused_shape
+from flashqsa.select_shape import DECODE_SIZES, DecodeShape, FusedShape, decode_shape, fused_shape
 from flashqsa.values import FP8
 
 FUSED_BLOCKS = tuple(1 << power for power in range(11, 19))
@@ -31,6 +32,10 @@ def sources(plan: Plan) -> Iterator[Source]:
     if shape is not None and isinstance(shape.tile, HopperTile):
         bf16, fp8 = call.q_dtype == torch.bfloat16, call.cache_dtype == FP8
         yield hopper_kernel(shape.tile, call.spec.heads_per_kv_head, bf16, fp8).source
+    if isinstance(fused, DecodeShape):
+        for rows, *_ in DECODE_SIZES:
+            few = decode_shape(call.spec, rows, call.max_position, plan.facts)
+            yield decode_kernel(call.spec, few, (call.index_q_dtype or call.q_dtype) == torch.bfloat16).source
     if isinstance(fused, FusedShape):
         bf16 = (call.index_q_dtype or call.q_dtype) == torch.bfloat16
         # Lengths between those of the plans come up too, and few kernels serve them all.

@@ -71,7 +71,7 @@ class FusedKernels:
         return self.sample, self.floors, self.score, self.select, self.rescore
 
 
-def select_fused(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Selection:
+def select_chunks(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, plan: SelectPlan) -> Selection:
     """Each row's best blocks: what `score` and `topk` select, without a score matrix. See `pipeline.select_blocks`.
 
     index_q  [rows, index_heads, index_dim] FP16 or BF16, as the cache's keys
@@ -281,7 +281,7 @@ def fused_kernels(spec: QsaSpec, shape: FusedShape, width: int, bf16: bool) -> F
         headers = ("paging.cuh", "ranking.cuh", "sampling.cuh")
         return Source("survivors.cu", defines, headers=headers)
 
-    floors = ranking(shape.sample_keys, shape.sample_keys, 1, 1536 if shape.sample_keys <= 16 else 1024)
+    floors = ranking(shape.sample_keys, shape.sample_keys, 1, 1536 if shape.sample_keys <= 8 else 1024)
     # Rows of a few lists are read as rows of the most would be: fewer kernels, as fast.
     most = 1 if shape.slices == 1 else MOST_SLICES
     select = ranking(shape.survivor_keys, shape.usual_keys, most, 1280 if shape.survivor_keys <= 12 else 768)
