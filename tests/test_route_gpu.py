@@ -47,6 +47,9 @@ def test_the_routes_of_gpus(call: Call, hopper: str, others: str) -> None:
     for name in ("a100", "rtx3090", "rtx4090", "l40s", "h100", "h200", "b200", "rtx5090", "gb10"):
         facts = DeviceFacts.named(name)
         selects = "smxx:everything" if call.selects_everything else "smxx:plain"
+        one_each = call.rows == call.requests and call.q_dtype == torch.bfloat16 and not call.batch_invariant
+        if facts.capability == (9, 0) and one_each and not call.selects_everything:
+            selects = "sm90:fused"
         assert modes(call, facts) == (selects, hopper if facts.capability == (9, 0) else others)
 
 

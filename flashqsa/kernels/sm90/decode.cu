@@ -66,7 +66,7 @@ struct Arguments {
     float scale;
 
     // The page-table column of a block: a division, exact for blocks and page sizes up to 2^(PAGE_SHIFT / 2).
-    __device__ __forceinline__ int column(int block) const { return int(u64(block) * u64(pages_per_block) >> PAGE_SHIFT); }
+    __device__ __forceinline__ int column(int block) const { return int(i64(block) * pages_per_block >> PAGE_SHIFT); }
 };
 
 // The keys of a program's blocks on their way to a warp.
