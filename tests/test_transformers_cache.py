@@ -26,8 +26,8 @@ from flashqsa.integrations.transformers import (
     enable,
     hand_overs,
 )
-from flashqsa.integrations.transformers.cache import PagedLayer
 from flashqsa.integrations.transformers.masks import stock_mask
+from flashqsa.integrations.transformers.paged import PagedLayer
 from flashqsa.integrations.transformers.store import PagedStore
 from tests.transformers_tiny import (
     logits,
@@ -208,14 +208,15 @@ def test_decode_neither_copies_nor_pools_again(fast: Any, kind: str) -> None:
     logits(fast, ids[:, 90:91], past_key_values=cache)
     store = paged(cache)[0].store
     assert store is not None
-    places = [tensor.data_ptr() for tensor in (store.keys, store.values, store.raw_keys, store.index_keys)]
+    places = [tensor.data_ptr() for tensor in (store.kv, store.raw_keys, store.index_keys)]
+    pooled = store.index_keys.flatten(0, 1)  # one request's pages, in order
     # A key that is pooled again would be repaired. These score NaN, so that their blocks are not chosen.
-    store.index_keys[:, :22] = float("nan")
+    pooled[:22] = float("nan")
     for column in range(91, 97):
         logits(fast, ids[:, column : column + 1], past_key_values=cache)
-    assert store.index_keys[0, :22].isnan().all()
-    assert torch.isfinite(store.index_keys[0, 22:24]).all()
-    assert places == [tensor.data_ptr() for tensor in (store.keys, store.values, store.raw_keys, store.index_keys)]
+    assert pooled[:22].isnan().all()
+    assert torch.isfinite(pooled[22:24]).all()
+    assert places == [tensor.data_ptr() for tensor in (store.kv, store.raw_keys, store.index_keys)]
 
 
 def test_a_store_grows_seldom_and_keeps_what_it_holds(fast: Any) -> None:

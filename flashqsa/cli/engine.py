@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -10,86 +10,14 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
-from flashqsa import capture
 from flashqsa.capture import Noted
 from flashqsa.cli import process
+from flashqsa.cli.clocks import Stopwatch
 from flashqsa.cli.show import UserError
 from flashqsa.route import Decision
 
 PHASES = ("prefill", "decode")
-
-
-class Stopwatch:
-    """Sums the time spent in some modules' forward passes, none of which may call another."""
-
-    def __init__(self, modules: Sequence[Any]) -> None:
-        self.modules = list(modules)
-        self.seconds = 0.0
-        self._started = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Times the modules' calls inside the `with` block."""
-        handles = [module.register_forward_pre_hook(self._start) for module in self.modules]
-        handles += [module.register_forward_hook(self._stop) for module in self.modules]
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
-    def _start(self, *_: Any) -> None:
-        self._started = time.perf_counter()
-
-    def _stop(self, *_: Any) -> None:
-        self.seconds += time.perf_counter() - self._started
-
-
-class FlashQsaIndexerClock(Stopwatch):
-    """Sums what takes the place of the stock indexers: their projections and norms, pooling, and selecting blocks.
-
-    Left out is the rotary embedding of the index queries, which is no module and no operator of its own.
-    """
-
-    def __init__(self, layers: Sequence[Any]) -> None:
-        parts = [[layer.indexer.index_qk_proj, layer.indexer.q_layernorm] for layer in layers]
-        super().__init__([part for pair in parts for part in pair])
-        self._selecting = 0.0
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """Times the calls inside the `with` block."""
-        with super().running(), capture.listening(self._hear), _Pooling(self):
-            yield
-
-    def _hear(self, noted: Noted) -> None:
-        # A select call begins with its note and ends before the note of the attention that uses it.
-        now = time.perf_counter()
-        if noted.function == "select_blocks":
-            self._selecting = now
-        elif self._selecting:
-            self.seconds += now - self._selecting
-            self._selecting = 0.0
-
-
-class _Pooling(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Adds the time of `flashqsa::write_index_keys` to a stopwatch: the one part of an indexer that is no module."""
-
-    def __init__(self, clock: Stopwatch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.clock = clock
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator, timed where it is the one."""
-        del types
-        if func.name() != "flashqsa::write_index_keys":
-            return func(*args, **(kwargs or {}))
-        started = time.perf_counter()
-        result = func(*args, **(kwargs or {}))
-        self.clock.seconds += time.perf_counter() - started
-        return result
 
 
 @dataclass
@@ -124,14 +52,28 @@ class RouteTally:
 
 
 @dataclass(frozen=True)
+class StepTime:
+    """One decode step: its seconds, the rows and new tokens of a request, and how it ran.
+
+    how  `called`: launch by launch; `captured`: in a CUDA graph that was made in this step; `replayed`: in one
+    """
+
+    seconds: float
+    rows: int = 1
+    new_tokens: int = 1
+    how: str = "called"
+
+
+@dataclass(frozen=True)
 class Timing:
     """What one prefill and decode took.
 
     chunk_s           seconds of each prefill chunk; their sum is the time to the first token
     sparse_s          seconds of the prefill spent in the sparse layers
     indexer_s         seconds of the prefill spent in their indexers
-    decode_s          seconds of the decode steps, which make every new token but the first
-    peak_extra_bytes  most memory held beyond what was held before the prefill
+    steps             the decode steps, which make every new token but the first
+    peak_extra_bytes  most memory held beyond what was held before the prefill: the device's on a GPU
+    cold_s            seconds of a first, untimed prefill, with what is compiled in it; None where there was none
     """
 
     tokens: int
@@ -139,8 +81,9 @@ class Timing:
     sparse_s: float
     indexer_s: float
     new_tokens: int
-    decode_s: float
+    steps: tuple[StepTime, ...]
     peak_extra_bytes: int
+    cold_s: float | None = None
 
     @property
     def first_token_s(self) -> float:
@@ -153,10 +96,25 @@ class Timing:
         return self.tokens / self.first_token_s
 
     @property
+    def decode_s(self) -> float:
+        """Seconds of all decode steps."""
+        return sum(step.seconds for step in self.steps)
+
+    @property
     def decode_rate(self) -> float | None:
         """New tokens per second after the first; None without decode steps."""
-        steps = self.new_tokens - 1
-        return steps / self.decode_s if steps > 0 else None
+        return (self.new_tokens - 1) / self.decode_s if self.steps else None
+
+    @property
+    def settled(self) -> tuple[StepTime, ...]:
+        """The steps that replay a graph; without graphs, all of them."""
+        replayed = tuple(step for step in self.steps if step.how == "replayed")
+        return replayed or self.steps
+
+    @property
+    def step_s(self) -> float | None:
+        """Median seconds of a settled step; None without decode steps."""
+        return statistics.median(step.seconds for step in self.settled) if self.steps else None
 
     @property
     def sparse_share(self) -> float:
@@ -165,9 +123,11 @@ class Timing:
 
     def as_json(self) -> dict[str, Any]:
         """The figures as plain JSON values."""
+        ways = {how: sum(step.how == how for step in self.steps) for how in ("called", "captured", "replayed")}
         return {
             "prompt_tokens": self.tokens,
             "time_to_first_token_s": self.first_token_s,
+            "cold_first_token_s": self.cold_s,
             "prefill_tokens_per_s": self.prefill_rate,
             "chunks_s": list(self.chunk_s),
             "sparse_layers_s": self.sparse_s,
@@ -176,6 +136,12 @@ class Timing:
             "new_tokens": self.new_tokens,
             "decode_s": self.decode_s,
             "decode_tokens_per_s": self.decode_rate,
+            "decode_step_ms": None if self.step_s is None else self.step_s * 1e3,
+            "decode_steps": ways,
+            "tokens_per_step": (self.new_tokens - 1) / len(self.steps) if self.steps else None,
+            "steps_ms": [step.seconds * 1e3 for step in self.steps],
+            "step_rows": [step.rows for step in self.steps],
+            "step_new_tokens": [step.new_tokens for step in self.steps],
             "peak_extra_bytes": self.peak_extra_bytes,
         }
 
@@ -195,7 +161,7 @@ class Generation:
     @torch.no_grad()
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """One forward pass over `tokens`; returns the last row's logits [vocab]."""
-        ids = torch.tensor([list(tokens)], dtype=torch.int64)
+        ids = torch.tensor([list(tokens)], dtype=torch.int64, device=self.model.device)
         output = self.model(input_ids=ids, past_key_values=self.cache, use_cache=True, logits_to_keep=1)
         self.cache = output.past_key_values
         logits: Tensor = output.logits[0, -1]
@@ -210,12 +176,21 @@ def chunks(tokens: Sequence[int], chunk: int) -> Iterator[Sequence[int]]:
 
 @dataclass(frozen=True)
 class Asked:
-    """What to generate: from which prompt, in which chunks, how much, and which tokens end it early."""
+    """What to generate: from which prompt, in which chunks, how much, and how.
+
+    stop_tokens  end the text early
+    fixed        a cache of full size from the start, and decode steps of fixed shapes (`Steps`)
+    graphs       these steps are captured in CUDA graphs
+    drafts       what comes next is guessed from the text, and verified in steps of several rows
+    """
 
     tokens: Sequence[int]
     chunk: int
     new_tokens: int
     stop_tokens: frozenset[int] = frozenset()
+    fixed: bool = False
+    graphs: bool = False
+    drafts: bool = False
 
 
 class Watcher(Protocol):
@@ -241,9 +216,8 @@ def generate(
     indexers  what times the indexers of the prefill
     between   called once, between prefill and decode
     """
-    process.reset_peak()
-    before = process.resident_bytes()
-    run, layers = Generation(model), Stopwatch(sparse_layers)
+    memory = process.MemoryMeter(model.device)
+    run, layers = Generation(model, _cache(model, asked)), Stopwatch(sparse_layers, model.device)
     times: list[float] = []
     with layers.running(), indexers.running():
         for piece in chunks(asked.tokens, asked.chunk):
@@ -252,21 +226,72 @@ def generate(
             times.append(time.perf_counter() - started)
             watcher.prefilled(len(piece))
     between()
-    started = time.perf_counter()
-    while len(run.produced) < asked.new_tokens and run.produced[-1] not in asked.stop_tokens:
-        run.produced.append(int(run.feed(run.produced[-1:]).argmax()))
-        watcher.decoded(1)
-    decode_s = time.perf_counter() - started
+    steps = tuple(_fixed_steps(run, asked, watcher) if asked.fixed else _plain_steps(run, asked, watcher))
     timing = Timing(
         tokens=len(asked.tokens),
         chunk_s=tuple(times),
         sparse_s=layers.seconds,
         indexer_s=indexers.seconds,
         new_tokens=len(run.produced),
-        decode_s=decode_s,
-        peak_extra_bytes=max(process.peak_bytes() - before, 0),
+        steps=steps,
+        peak_extra_bytes=memory.peak_extra_bytes(),
     )
     return run.produced, timing
+
+
+def warm_up(model: Any, asked: Asked) -> float:
+    """Seconds of the whole prefill, run once so that everything is compiled and loaded."""
+    started = time.perf_counter()
+    run = Generation(model, _cache(model, asked))
+    for piece in chunks(asked.tokens, asked.chunk):
+        int(run.feed(piece).argmax())
+    return time.perf_counter() - started
+
+
+def _cache(model: Any, asked: Asked) -> Any:
+    """A cache of fixed size, with room for a last step of many rows; None for the model's own."""
+    if not asked.fixed:
+        return None
+    from transformers import StaticCache
+
+    room = len(asked.tokens) + asked.new_tokens + integration().MAX_ROWS
+    return StaticCache(config=model.config, max_cache_len=room)
+
+
+def _goes_on(run: Generation, asked: Asked) -> bool:
+    return len(run.produced) < asked.new_tokens and run.produced[-1] not in asked.stop_tokens
+
+
+def _plain_steps(run: Generation, asked: Asked, watcher: Watcher) -> Iterator[StepTime]:
+    while _goes_on(run, asked):
+        started = time.perf_counter()
+        run.produced.append(int(run.feed(run.produced[-1:]).argmax()))
+        yield StepTime(time.perf_counter() - started)
+        watcher.decoded(1)
+
+
+def _fixed_steps(run: Generation, asked: Asked, watcher: Watcher) -> Iterator[StepTime]:
+    plug = integration()
+    last = torch.tensor(run.produced[-1:], device=run.model.device)
+    steps = plug.Steps(run.model, run.cache, last, graphs=asked.graphs)
+    text = plug.PromptLookup([*asked.tokens, *run.produced]) if asked.drafts else None
+    while _goes_on(run, asked):
+        started = time.perf_counter()
+        left = asked.new_tokens - len(run.produced)
+        guessed = None if text is None else [text.guess(min(left, plug.MAX_ROWS) - 1)]
+        found = _until_stop(steps.step(guessed)[0][:left], asked.stop_tokens)
+        taken = time.perf_counter() - started
+        run.produced += found
+        if text is not None:
+            text.extend(found)
+        yield StepTime(taken, steps.done[-1].rows, len(found), steps.done[-1].how)
+        watcher.decoded(len(found))
+
+
+def _until_stop(tokens: list[int], stop: frozenset[int]) -> list[int]:
+    """The tokens up to the first that ends the text, which is kept."""
+    end = next((place for place, token in enumerate(tokens, 1) if token in stop), len(tokens))
+    return tokens[:end]
 
 
 def integration() -> Any:

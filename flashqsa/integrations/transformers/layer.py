@@ -15,10 +15,11 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
 )
 
 from flashqsa import ops
-from flashqsa.integrations.transformers.cache import PagedLayer, paged_layer
+from flashqsa.integrations.transformers.cache import paged_layer
 from flashqsa.integrations.transformers.errors import CacheMismatchError
 from flashqsa.integrations.transformers.handover import note_hand_over
 from flashqsa.integrations.transformers.masks import NAME, register_masks, stock_mask, wants_attentions
+from flashqsa.integrations.transformers.paged import PagedLayer
 from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Reading
 from flashqsa.integrations.transformers.versions import spec_of_config
 from flashqsa.values import QsaSpec
@@ -52,6 +53,9 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
     Built by Transformers while FlashQSA is on globally, or made of a stock layer by `enable`. A call that FlashQSA does
     not serve is left to the stock layer, and the reason logged: see `hand_overs`.
     """
+
+    kv_dtype: torch.dtype | None = None
+    """What keys and values are stored in: FP8-E4M3, or None for the dtype they are computed in."""
 
     stock_attn_implementation: str | None = "sdpa"
     """What the config's `_attn_implementation` was before this layer changed it."""
@@ -131,8 +135,8 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
             reading.keys,
             reading.values,
             reading.page_table,
-            None,
-            None,
+            reading.kv_scale,
+            reading.kv_scale,
             reading.request,
             reading.position,
             reading.max_position,
@@ -171,19 +175,29 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
     ) -> Reading:
         """Stores the new tokens, in the cache or for this call only, and returns what attention reads."""
         padding_mask = None if attention_mask is None else attention_mask.to(hidden_states.device, torch.bool)
-        pooling = Pooling(self.indexer.k_layernorm.weight, self.indexer.k_layernorm.eps)
+        pooling = Pooling(self._index_norm(), self.indexer.k_layernorm.eps)
         tokens = hidden_states.shape[1]
         if held is None:
             visible = None if padding_mask is None else padding_mask[:, -tokens:]
             new = NewTokens(new.keys, new.values, new.raw_keys, new.cos, new.sin, visible)
-            return PagedStore(new, spec, tokens).append(new, 0, spec, pooling, tokens - 1)
+            return PagedStore(new, spec, tokens, None, self.kv_dtype).append(new, 0, spec, pooling, tokens - 1)
 
         def history(columns: int) -> tuple[Tensor, Tensor]:
             cos, sin = self._all_angles(hidden_states, position_embeddings, cache, columns + tokens)
             return cos[:, :columns], sin[:, :columns]
 
         _fetch(cache, self.layer_idx, hidden_states.device)
-        return held.extend(new, padding_mask, spec, pooling, history)
+        return held.extend(new, padding_mask, spec, pooling, history, self.kv_dtype)
+
+    def _index_norm(self) -> Tensor:
+        """The weight of the index keys' norm. It is read, not called: accelerate brings offloaded ones for calls."""
+        norm = self.indexer.k_layernorm
+        weight: Tensor = norm.weight
+        if not weight.is_meta:
+            return weight
+        hook = norm._hf_hook
+        brought: Tensor = hook.weights_map["weight"].to(hook.execution_device)
+        return brought
 
     def _hand_over_reason(
         self,
@@ -202,6 +216,9 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
             hidden_states.requires_grad or any(weight.requires_grad for weight in self.parameters())
         ):
             return "gradients are recorded (wrap inference in torch.no_grad())"
+        norm = self.indexer.k_layernorm
+        if norm.weight.is_meta and getattr(getattr(norm, "_hf_hook", None), "weights_map", None) is None:
+            return "weights are offloaded by other means than accelerate's"
         if self.training and self.attention_dropout:
             return "attention dropout is on (call model.eval() for inference)"
         if wants_attentions(self, kwargs):
@@ -237,7 +254,7 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         """cos and sin of `columns` columns at least, recomputed from the cache's positions where they are cut short."""
         if position_embeddings[0].shape[1] >= columns:
             return position_embeddings
-        positions = _cached_positions(cache)
+        positions = cached_positions(cache)
         if positions is None or positions.shape[-1] < columns:
             got = position_embeddings[0].shape[1] if positions is None else positions.shape[-1]
             raise CacheMismatchError(f"position_embeddings: wanted all {columns} columns; got {got}")
@@ -259,7 +276,7 @@ def full_mask(hidden_states: Tensor, attention_mask: Tensor | None, cache: Any, 
     return stock_mask(batch, tokens, length, start, padding, offset, device=hidden_states.device)
 
 
-def _cached_positions(cache: Any) -> Tensor | None:
+def cached_positions(cache: Any) -> Tensor | None:
     """Positions [axes, batch, columns] that the stock model keeps: on the cache, or (5.23) on an indexed layer."""
     held = getattr(cache, "position_ids", None)
     if held is None:

@@ -7,20 +7,21 @@ not stored. `visible` keeps which column was which, so that a request can be lai
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from flashqsa import ops
-from flashqsa.values import QsaSpec
+from flashqsa.integrations.transformers.pages import Ids, PageBook
+from flashqsa.values import FP8, QsaSpec
 
 PAGE_TOKENS = 64
-"""Tokens per page, rounded up to whole blocks. Pages of a request lie one after the other."""
+"""Tokens per page, rounded up to whole blocks."""
 
 GROWTH = 4
-"""A full store grows by a quarter: a token is copied 4 times in all on average, and at most a fifth lies idle."""
+"""A full pool grows by a quarter: a token is copied 4 times in all on average, and at most a fifth lies idle."""
 
 MIN_GROWTH_TOKENS = 256
 
@@ -56,6 +57,7 @@ class Reading:
     """What attention reads after the columns of a pass are stored, in the form the operators take.
 
     index_keys, keys, values  pools [pages, ...]
+    kv_scale                  [kv_heads] FP32, what stored FP8 keys and values are multiplied by; None for other dtypes
     page_table                [batch, pages per request] int32, of both caches
     request, position         [batch * columns] int32, as in `Rows`; position -1 for padding
     max_position              host bound on `position`
@@ -64,6 +66,7 @@ class Reading:
     index_keys: Tensor
     keys: Tensor
     values: Tensor
+    kv_scale: Tensor | None
     page_table: Tensor
     request: Tensor
     position: Tensor
@@ -73,86 +76,111 @@ class Reading:
 class PagedStore:
     """Visible tokens of a batch of requests, in the order they came.
 
-    keys, values   [batch, capacity, kv_heads, head_dim]
-    raw_keys       [batch, capacity, index_dim], so that any number of tokens can be taken back
-    index_keys     [batch, capacity / block_tokens, index_dim], the key of each complete block
-    block_rotary   [batch, capacity / block_tokens + 1, 2, rotary_dim]: cos and sin at each block's first token, kept
-                   from when it came, since a later pass need not know them; the last entry takes what is to be dropped
-    visible        [batch, max_columns] bool, the columns that are tokens
-    lengths        [batch] int32, visible tokens so far
-    page_table     [batch, capacity / page_tokens] int32
+    kv            [pages, 2, page_tokens, kv_heads, head_dim], keys at 0, values at 1; FP8 where that was asked for
+    index_keys    [pages, page_blocks, index_dim], the key of each complete block
+    page_table    [batch, pages per request] int32, of both pools; `book` is its master on the host
+    raw_keys      [batch, capacity, index_dim], so that any number of tokens can be taken back
+    block_rotary  [batch, capacity / block_tokens + 1, 2, rotary_dim]: cos and sin at each block's first token, kept
+                  from when it came, since a later pass need not know them; the last entry takes what is to be dropped
+    visible       [batch, max_columns] bool, the columns that are tokens
+    lengths       [batch] int32, visible tokens so far
+    kv_scale      [kv_heads] FP32 of ones for FP8: keys are normalised, values projected from what is
 
-    Memory that was never written stays undefined. `max_columns` is fixed for a static cache, else the capacity.
+    A request takes a page when it needs one, and nothing that is stored moves then. Only a pool that is full is made
+    anew, a quarter larger. Requests that were one share pages (`PageBook`). Memory that was never written stays
+    undefined. `max_columns` is fixed for a static cache, else the capacity.
     """
 
-    def __init__(self, first: NewTokens, spec: QsaSpec, columns: int, max_columns: int | None = None) -> None:
+    def __init__(
+        self,
+        first: NewTokens,
+        spec: QsaSpec,
+        columns: int,
+        max_columns: int | None = None,
+        kv_dtype: torch.dtype | None = None,
+    ) -> None:
         batch, device = first.raw_keys.shape[0], first.raw_keys.device
         self.block_tokens = spec.block_tokens
         self.page_tokens = -(-PAGE_TOKENS // spec.block_tokens) * spec.block_tokens
         self.fixed = max_columns is not None
-        capacity = self._whole_pages(columns)
-        blocks = capacity // spec.block_tokens
-        self.keys = first.keys.new_empty((batch, capacity, *first.keys.shape[2:]))
-        self.values = first.values.new_empty((batch, capacity, *first.values.shape[2:]))
+        self.dtype = first.keys.dtype
+        each = self._pages_for(columns)
+        capacity = each * self.page_tokens
+        blocks, page_blocks = capacity // spec.block_tokens, self.page_tokens // spec.block_tokens
+        self.book = PageBook(batch, each, batch * each)
+        shape = (batch * each, 2, self.page_tokens, *first.keys.shape[2:])
+        self.kv = torch.empty(shape, dtype=kv_dtype or self.dtype, device=device)
+        self.kv_scale = torch.ones(shape[3], device=device) if self.kv.dtype == FP8 else None
+        self.index_keys = first.raw_keys.new_empty((batch * each, page_blocks, first.raw_keys.shape[2]))
         self.raw_keys = first.raw_keys.new_empty((batch, capacity, first.raw_keys.shape[2]))
-        self.index_keys = first.raw_keys.new_empty((batch, blocks, first.raw_keys.shape[2]))
         self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2]))
         self.visible = torch.zeros((batch, max_columns or capacity), dtype=torch.bool, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
-        self.page_table = self._pages(batch, capacity, device)
+        self.page_table = torch.from_numpy(self.book.rows.copy()).to(device)
 
     @property
     def batch(self) -> int:
         """Requests."""
-        return self.keys.shape[0]
+        return self.raw_keys.shape[0]
+
+    @property
+    def device(self) -> torch.device:
+        """Where everything lies."""
+        return self.kv.device
 
     @property
     def capacity(self) -> int:
         """Tokens each request can hold."""
-        return self.keys.shape[1]
+        return self.raw_keys.shape[1]
 
     @property
     def nbytes(self) -> int:
         """Bytes of all tensors."""
-        return sum(getattr(self, name).nbytes for name in (*self._BY_TOKEN, *self._BY_BLOCK, *self._OTHERS))
+        held = [getattr(self, name) for name in (*self._POOLS, *self._BY_REQUEST, "page_table", "kv_scale")]
+        return sum(tensor.nbytes for tensor in held if tensor is not None)
 
-    _BY_TOKEN = ("keys", "values", "raw_keys")
-    _BY_BLOCK = ("index_keys", "block_rotary")
-    _OTHERS = ("visible", "lengths", "page_table")
+    _POOLS = ("kv", "index_keys")
+    _BY_REQUEST = ("raw_keys", "block_rotary", "visible", "lengths")
 
-    def _whole_pages(self, tokens: int) -> int:
-        return max(-(-tokens // self.page_tokens), 1) * self.page_tokens
-
-    def _pages(self, batch: int, capacity: int, device: torch.device) -> Tensor:
-        each = capacity // self.page_tokens
-        return torch.arange(batch * each, dtype=torch.int32, device=device).view(batch, each)
+    def _pages_for(self, tokens: int) -> int:
+        return max(-(-tokens // self.page_tokens), 1)
 
     def reserve(self, columns: int, used: int) -> None:
         """Makes room for `columns` columns, of which the first `used` are filled. Amortised: copies seldom."""
-        if columns <= self.capacity:
-            return
-        step = max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
-        capacity = self._whole_pages(max(columns, self.capacity + step))
-        for name in self._BY_TOKEN:
-            self._widen(name, capacity, used)
-        blocks = capacity // self.block_tokens
-        opened = min(-(-used // self.block_tokens), self.capacity // self.block_tokens)
-        self._widen("index_keys", blocks, opened)
-        self._widen("block_rotary", blocks + 1, opened)
-        visible = self.visible.new_zeros((self.batch, capacity))
-        visible[:, :used] = self.visible[:, :used]
-        self.visible = visible
-        self.page_table = self._pages(self.batch, capacity, self.keys.device)
+        if columns > self.capacity:
+            step = max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
+            capacity = self._pages_for(max(columns, self.capacity + step)) * self.page_tokens
+            self.raw_keys = _longer(self.raw_keys, capacity, used)
+            opened = min(-(-used // self.block_tokens), self.block_rotary.shape[1] - 1)
+            self.block_rotary = _longer(self.block_rotary, capacity // self.block_tokens + 1, opened)
+            self.visible = _longer(self.visible, capacity, used, fill=False)
+        each = self.capacity // self.page_tokens
+        if each > self.book.rows.shape[1]:
+            self._add_pages(self.book.missing(each))
+            self.book.widen(each)
+            self._bring_table()
 
-    def _widen(self, name: str, size: int, used: int) -> None:
-        old: Tensor = getattr(self, name)
-        new = old.new_empty((old.shape[0], size, *old.shape[2:]))
-        new[:, :used] = old[:, :used]
-        setattr(self, name, new)
+    def _add_pages(self, count: int) -> None:
+        """Makes the pools larger by so many pages; what they hold is copied."""
+        if count:
+            self.book.pages += count
+            for name in self._POOLS:
+                old: Tensor = getattr(self, name)
+                new = old.new_empty((self.book.pages, *old.shape[1:]))
+                _bytes(new)[: old.shape[0]] = _bytes(old)
+                setattr(self, name, new)
+
+    def _bring_table(self) -> None:
+        """Brings the book's rows to the device: in place where the shape stays, as graphs hold on to it."""
+        rows = torch.from_numpy(self.book.rows.copy())
+        if rows.shape == self.page_table.shape:
+            self.page_table.copy_(rows)
+        else:
+            self.page_table = rows.to(self.device)
 
     def thaw(self) -> None:
         """Copies tensors that were made in inference mode, which cannot be written outside it."""
-        if self.keys.is_inference() and not torch.is_inference_mode_enabled():
+        if self.kv.is_inference() and not torch.is_inference_mode_enabled():
             self.change(torch.clone)
 
     def append(
@@ -183,8 +211,8 @@ class PagedStore:
             reading.keys,
             reading.values,
             self.page_table,
-            None,
-            None,
+            self.kv_scale,
+            self.kv_scale,
             request,
             reading.position,
             max_position,
@@ -220,21 +248,12 @@ class PagedStore:
 
     def reading(self, request: Tensor, position: Tensor, max_position: int) -> Reading:
         """The pools, for rows at `position` of `request`."""
-        batch, page, blocks = self.batch, self.page_tokens, self.page_tokens // self.block_tokens
-        pages = self.capacity // page
-        return Reading(
-            self.index_keys.view(batch * pages, blocks, *self.index_keys.shape[2:]),
-            self.keys.view(batch * pages, page, *self.keys.shape[2:]),
-            self.values.view(batch * pages, page, *self.values.shape[2:]),
-            self.page_table,
-            request,
-            position,
-            max_position,
-        )
+        keys, values = self.kv.unbind(1)
+        return Reading(self.index_keys, keys, values, self.kv_scale, self.page_table, request, position, max_position)
 
     def mark_static(self) -> None:
         """Tells torch.compile that the tensors stay where they are, as the stock static layer does with its own."""
-        for name in (*self._BY_TOKEN, *self._BY_BLOCK, *self._OTHERS):
+        for name in (*self._POOLS, *self._BY_REQUEST, "page_table"):
             torch._dynamo.mark_static_address(getattr(self, name))
 
     def crop(self, keep: int, columns: int) -> None:
@@ -242,27 +261,79 @@ class PagedStore:
         gone = self.visible[:, keep:columns]
         self.lengths.sub_(gone.sum(1, dtype=torch.int32))
         gone.zero_()
+        self._part()
+
+    def take_back(self, kept: Tensor, rows: int, columns: Tensor) -> None:
+        """Keeps the first `kept` [batch] of the last `rows` of `columns` (0-dim) columns, all of them tokens."""
+        steps = torch.arange(rows, device=kept.device)
+        self.visible.index_copy_(1, columns - rows + steps, steps < kept[:, None])
+        self.lengths.add_(kept - rows)
 
     def reset(self) -> None:
         """Forgets everything; keeps the memory."""
         self.lengths.zero_()
         self.visible.zero_()
+        if self.book.shares:
+            self._add_pages(max(self.book.rows.size - self.book.pages, 0))
+            self.book.begin_anew()
+            self._bring_table()
 
     def change(self, function: Callable[[Tensor], Tensor]) -> None:
-        """Replaces every tensor by a function of it that keeps, moves, repeats or chooses requests (axis 0).
+        """Replaces every tensor by a function of it that copies or moves it; the pages stay whose they are."""
+        for name in (*self._POOLS, *self._BY_REQUEST, "page_table", "kv_scale"):
+            old: Tensor | None = getattr(self, name)
+            if old is not None:
+                setattr(self, name, function(old))
 
-        A store of fixed size is written in place, as long as the function keeps shapes and the device: compiled code
-        and CUDA graphs hold on to its addresses.
+    def choose(self, order: Tensor) -> None:
+        """Request r becomes what request `order[r]` was: the device is read, full pages are shared, not copied.
+
+        A store of fixed size is written in place, as long as the batch stays: compiled code and CUDA graphs hold on to
+        its addresses.
         """
-        for name in (*self._BY_TOKEN, *self._BY_BLOCK, "visible", "lengths"):
+        order = order.to(self.device)
+        sources, lengths = order.tolist(), self.lengths.tolist()
+        full = [length // self.page_tokens for length in lengths]
+        before = self.book.rows
+        lacking = self.book.choose(sources, full)
+        if lacking:
+            self._add_pages(lacking)
+            self.book.choose(sources, full)
+        self._copy_open_pages(before[sources], [lengths[source] for source in sources])
+        for name in self._BY_REQUEST:
             old: Tensor = getattr(self, name)
-            new = function(old)
-            if self.fixed and new.shape == old.shape and new.device == old.device and not old.is_inference():
+            new = old.index_select(0, order)
+            if self.fixed and new.shape == old.shape and not old.is_inference():
                 old.copy_(new)
             else:
                 setattr(self, name, new)
-        if self.page_table.shape[0] != self.batch or self.page_table.device != self.keys.device:
-            self.page_table = self._pages(self.batch, self.capacity, self.keys.device)
+        self._bring_table()
+
+    def _part(self) -> None:
+        """Gives each request pages of its own from the one on that it writes next."""
+        if not self.book.shares:
+            return
+        lengths = self.lengths.tolist()
+        full = [length // self.page_tokens for length in lengths]
+        lacking, before = self.book.part(full)
+        if lacking:
+            self._add_pages(lacking)
+            _, before = self.book.part(full)
+        self._copy_open_pages(before, lengths)
+        self._bring_table()
+
+    def _copy_open_pages(self, before: Ids, lengths: Sequence[int]) -> None:
+        """Copies the page that each request is in the middle of, where it has another one now."""
+        pairs = []
+        for request, length in enumerate(lengths):
+            place = length // self.page_tokens
+            if length % self.page_tokens and before[request, place] != self.book.rows[request, place]:
+                pairs.append((int(before[request, place]), int(self.book.rows[request, place])))
+        if pairs:
+            old, new = torch.tensor(pairs, device=self.device).unbind(1)
+            for name in self._POOLS:
+                pool = _bytes(getattr(self, name))
+                pool[new] = pool[old]
 
     def in_columns(self, columns: int) -> tuple[Tensor, Tensor, Tensor]:
         """Keys and values [batch, kv_heads, columns, head_dim] and raw keys [batch, columns, index_dim].
@@ -272,10 +343,28 @@ class PagedStore:
         visible = self.visible[:, :columns]
         place = (visible.cumsum(1) - 1).clamp(min=0)
         request = torch.arange(self.batch, device=place.device)[:, None]
+        page = self.page_table[request, (place // self.page_tokens).clamp(max=self.page_table.shape[1] - 1)].long()
+        slot = place % self.page_tokens
 
-        def laid_out(stored: Tensor) -> Tensor:
-            shown = visible.view(*visible.shape, *(1,) * (stored.ndim - 2))
-            return torch.where(shown, stored[request, place], stored.new_zeros(()))
+        def laid_out(found: Tensor) -> Tensor:
+            shown = visible.view(*visible.shape, *(1,) * (found.ndim - 2))
+            return torch.where(shown, found, found.new_zeros(()))
 
-        keys, values = (laid_out(stored).transpose(1, 2) for stored in (self.keys, self.values))
-        return keys, values, laid_out(self.raw_keys)
+        def stored(half: int) -> Tensor:
+            found = _bytes(self.kv)[page, half, slot].view(self.kv.dtype).to(self.dtype)
+            return laid_out(found).transpose(1, 2)
+
+        return stored(0), stored(1), laid_out(self.raw_keys[request, place])
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A tensor in a dtype that torch can index and copy: FP8 as bytes, others as they are."""
+    return tensor.view(torch.uint8) if tensor.dtype == FP8 else tensor
+
+
+def _longer(old: Tensor, size: int, used: int, fill: bool | None = None) -> Tensor:
+    """A tensor of `size` along axis 1 that begins with the first `used` of another's; the rest undefined, or filled."""
+    shape = (old.shape[0], size, *old.shape[2:])
+    new = old.new_empty(shape) if fill is None else old.new_full(shape, fill)
+    new[:, :used] = old[:, :used]
+    return new

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from types import MethodType
 from typing import Any, TypeVar
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 from transformers.models.qwen4_exp import modeling_qwen4_exp as modeling
@@ -21,6 +22,7 @@ from flashqsa.integrations.transformers.layer import (
 )
 from flashqsa.integrations.transformers.masks import NAME, register_masks
 from flashqsa.integrations.transformers.versions import MODEL_TYPES, spec_of_config
+from flashqsa.values import FP8
 
 Model = TypeVar("Model", bound=nn.Module)
 
@@ -96,6 +98,10 @@ def _check(model: nn.Module) -> dict[str, Any]:
         if "forward" in vars(layer) and "_old_forward" not in vars(layer):
             raise UnsupportedModelError(f"model.{name}: wanted the stock forward; got one set on the instance")
         spec_of_config(layer.config)
+        devices = sorted({str(weight.device) for weight in layer.parameters()})
+        # accelerate's hooks bring weights to where they are used.
+        if len(devices) > 1 and not any(hasattr(module, "_hf_hook") for module in layer.modules()):
+            raise UnsupportedModelError(f"model.{name}: wanted all weights on one device; got {', '.join(devices)}")
     return layers
 
 
@@ -106,19 +112,23 @@ def _become(module: nn.Module, kind: type[nn.Module]) -> None:
         module.__dict__["_old_forward"] = MethodType(kind.forward, module)
 
 
-def enable(model: Model) -> Model:
+def enable(model: Model, *, kv_dtype: torch.dtype | None = None) -> Model:
     """Runs a model's sparse layers through FlashQSA. Returns the model, changed in place; again is harmless.
 
     Takes a `Qwen4ExpForCausalLM`, a `Qwen4ExpForConditionalGeneration`, or any module that holds one, on any device.
-    Raises UnsupportedModelError, before anything is changed.
+    `kv_dtype` is what caches that are begun from now on store keys and values in: `torch.float8_e4m3fn`, or None for
+    the model's own dtype. Raises UnsupportedModelError, before anything is changed; ValueError for another `kv_dtype`.
     """
     layers = _check(model)
+    if kv_dtype not in (None, FP8):
+        raise ValueError(f"kv_dtype: wanted {FP8} or None; got {kv_dtype}")
     register()
     for layer in layers.values():
         if type(layer) is Qwen4ExpTextAttention:
             layer.__dict__["stock_attn_implementation"] = layer.config._attn_implementation
             _become(layer, FlashQsaAttention)
         live_layers.add(layer)
+        layer.kv_dtype = kv_dtype
     for rotary in _rotary_embeddings(model):
         if type(rotary) is Qwen4ExpTextRotaryEmbedding:
             _become(rotary, FlashQsaRotaryEmbedding)
@@ -133,6 +143,7 @@ def disable(model: Model) -> Model:
         if type(layer) is FlashQsaAttention:
             previous = layer.stock_attn_implementation or previous
             layer.__dict__.pop("stock_attn_implementation", None)
+            layer.__dict__.pop("kv_dtype", None)
             _become(layer, Qwen4ExpTextAttention)
         live_layers.discard(layer)
     for rotary in _rotary_embeddings(model):

@@ -1,0 +1,55 @@
+"""A function of fixed shapes as a CUDA graph: called, then captured, then replayed. Without a GPU it is just called."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+How = Literal["called", "captured", "replayed"]
+
+
+class StepGraph:
+    """Runs a function that takes nothing, reads and writes tensors that stay where they are, and returns nothing.
+
+    The first run calls it, so that kernels are compiled and memory is set up, which capture does not allow; the second
+    captures it in a CUDA graph and replays that once; later ones replay. So every run does the work once. Where graphs
+    are off, or the device has none, every run calls it.
+
+    function  the host must not read a device tensor in it, or decide by what a tensor holds
+    graphs    whether to capture at all
+    pool      memory that graphs share which never run at the same time (`torch.cuda.graph_pool_handle`)
+    """
+
+    def __init__(
+        self, function: Callable[[], None], device: torch.device, *, graphs: bool = True, pool: Any = None
+    ) -> None:
+        self.function = function
+        self.graphs = graphs and device.type == "cuda"
+        self.device = device
+        self.runs = 0
+        self._pool = pool
+        self._graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> How:
+        """Does the work once, and says how. It does not wait for a GPU."""
+        self.runs += 1
+        if not self.graphs or self.runs == 1:
+            self.function()
+            return "called"
+        captured: How = "replayed"
+        if self._graph is None:
+            self._graph, captured = self._capture(), "captured"
+        self._graph.replay()
+        return captured
+
+    def _capture(self) -> torch.cuda.CUDAGraph:
+        graph = torch.cuda.CUDAGraph()
+        # Other threads of the process (progress bars, a server) may use the device meanwhile.
+        with (
+            torch.cuda.device(self.device),
+            torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
+        ):
+            self.function()
+        return graph
