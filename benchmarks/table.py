@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from flashqsa.cli.bench_timing import HOST_SHARE
+
 HERE = Path(__file__).parent
 README = HERE.parent / "README.md"
 BY_CALL = HERE / "results" / "targets-h200.json"
@@ -133,7 +135,7 @@ def rows_of(by_call: dict[str, Any], by_graph: dict[str, Any]) -> list[Row]:
                     stage,
                     None if call is None else call["median_us"],
                     None if graph is None else graph["median_us"],
-                    host is not None and host >= 0.9 * call["median_us"],
+                    host is not None and host >= HOST_SHARE * call["median_us"],
                     PEERS.get((name, stage)),
                 )
             )

@@ -14,6 +14,9 @@ import torch
 GRAPH_CALLS = 20
 """Calls captured in one CUDA graph, so that the launch of the graph itself counts for little."""
 
+HOST_SHARE = 0.85
+"""Part of a call's time from which Python counts as what the GPU waited for: events and the launch take some too."""
+
 WARM_UP = {"cpu": 1, "cuda": 3}
 CALLS = {"cpu": 5, "cuda": 20}
 """Timed calls where no number is asked for."""
@@ -92,7 +95,7 @@ class Times:
     @property
     def waits_for_host(self) -> bool:
         """Whether Python took most of the time of a call, so that the GPU idled inside it."""
-        return self.host_us is not None and self.host_us >= 0.9 * self.median_us
+        return self.host_us is not None and self.host_us >= HOST_SHARE * self.median_us
 
 
 @dataclass(frozen=True)
