@@ -11,6 +11,7 @@ from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
 from types import ModuleType
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -115,6 +116,11 @@ def test_nvrtc_is_looked_for_where_kernels_look(monkeypatch: pytest.MonkeyPatch)
     none = opened()
     assert none["state"] == "missing"
     assert "pip install nvidia-cuda-nvrtc" in none["detail"]
+    with monkeypatch.context() as patch:
+        patch.setenv("FLASHQSA_NVRTC", "/no/libnvrtc.so.13")
+        named = opened()
+    assert named["state"] == "missing"
+    assert named["detail"] == "FLASHQSA_NVRTC names '/no/libnvrtc.so.13', which does not open as an NVRTC"
     both = opened(nvrtc((13, 0), 75, 121), nvrtc((12, 6), 50, 90))
     assert both["detail"] == "12.6 for sm_50 to sm_90; 13.0 for sm_75 to sm_121"
 
@@ -285,8 +291,10 @@ def test_a_gpu_whose_kernels_cannot_be_launched_is_a_line_of_the_report(
 
 
 def test_a_gpu_without_a_compiler_is_told_what_to_install(
-    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch
+    gpu: Callable[[DeviceFacts], None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    # Kernels that were compiled earlier would serve it.
+    monkeypatch.setenv("FLASHQSA_CACHE_DIR", str(tmp_path))
     gpu(DeviceFacts.named("h200"))
     asked = verdict(monkeypatch)
     monkeypatch.setattr(library, "installed", lambda: (nvrtc((11, 8), 50, 89),))
