@@ -47,6 +47,10 @@ class InputError(ValueError):
         self.argument, self.wanted, self.got = argument, wanted, str(got)
         super().__init__(f"{argument}: wanted {wanted}; got {got}")
 
+    def __reduce__(self) -> tuple[type[InputError], tuple[str, str, str]]:
+        # An exception is pickled as its class and what it prints, which is not what this class takes.
+        return type(self), (self.argument, self.wanted, self.got)
+
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")

@@ -41,8 +41,10 @@ def pack_runs(runs: Sequence[Run] | None) -> list[int] | None:
 def _rows(request: Tensor, position: Tensor, max_position: int, runs: Sequence[int] | None) -> Rows:
     if runs is None:
         return Rows(request, position, max_position)
-    packed = tuple(Run(*runs[i : i + 4]) for i in range(0, len(runs), 4))
-    return Rows(request, position, max_position, packed)
+    fours = [runs[i : i + 4] for i in range(0, len(runs), 4)]
+    # Three numbers are no run: they are left as they came, for the call to refuse them by name.
+    packed = tuple(Run(*four) if len(four) == 4 else tuple(four) for four in fours)
+    return Rows(request, position, max_position, packed)  # type: ignore[arg-type]
 
 
 def _scale(value: Tensor | None, spec: QsaSpec) -> float | Tensor | None:

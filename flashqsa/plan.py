@@ -264,14 +264,19 @@ def _plan_sm7x_select(call: Call, facts: DeviceFacts, width: int, limit_bytes: i
     def score(rows: int) -> Sm7xScoreConfig:
         return sm7x_score_config(spec, rows, *batch, facts, limit_bytes, call.batch_invariant)
 
-    whole, rest = score(chunk), call.rows % chunk or chunk
+    rest = call.rows % chunk or chunk
+    whole, last = score(chunk), score(rest)
     return SelectPlan(
         width,
         chunk,
-        sm7x_score_bytes(spec, whole, chunk, call.max_position),
+        # Of fewer rows cuBLAS takes more columns at a time.
+        max(
+            sm7x_score_bytes(spec, whole, chunk, call.max_position),
+            sm7x_score_bytes(spec, last, rest, call.max_position),
+        ),
         facts.capability,
         ChunkConfig(whole, topk_config(spec, chunk, facts)),
-        ChunkConfig(score(rest), topk_config(spec, rest, facts)),
+        ChunkConfig(last, topk_config(spec, rest, facts)),
         call.batch_invariant,
     )
 

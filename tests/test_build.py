@@ -200,10 +200,23 @@ def test_the_log_is_read_kernel_by_kernel() -> None:
 
 
 @pytest.mark.parametrize("text", ["6.1", "7.5;x", "75", "sm_75", "7.5+PTX"])
-def test_architectures_without_kernels_are_refused(text: str) -> None:
+def test_architectures_without_kernels_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     result = invoke("--arch", text)
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --arch: wanted some of 7.0, 7.5,")
+    monkeypatch.setenv("FLASHQSA_CUDA_ARCH_LIST", text)
+    result = invoke()
+    assert result.exit_code == 2
+    assert result.stderr.startswith("error: FLASHQSA_CUDA_ARCH_LIST: wanted some of 7.0, 7.5,")
+    assert ("PTX is not made" in result.stderr) == ("PTX" in text)
+
+
+@pytest.mark.parametrize("capability", [VOLTA, HOPPER], ids=str)
+def test_a_small_workspace_leaves_out_nothing(capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A container is built with one limit and runs with another: the default is always compiled for."""
+    wanted = set(command.sources_for(capability))
+    monkeypatch.setenv("FLASHQSA_WORKSPACE_MIB", "1")
+    assert wanted <= set(command.sources_for(capability))
 
 
 def test_the_list_comes_from_the_option_then_the_variable_then_the_gpus(

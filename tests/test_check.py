@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import pickle
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -561,3 +563,8 @@ def test_an_input_error_is_a_value_error_that_carries_its_parts() -> None:
     error = InputError("q", "3 dimensions", 2)
     assert isinstance(error, ValueError)
     assert (error.argument, error.wanted, error.got) == ("q", "3 dimensions", "2")
+    # A worker process hands it to its parent pickled.
+    for copied in (pickle.loads(pickle.dumps(error)), copy.deepcopy(error)):
+        assert type(copied) is InputError
+        assert str(copied) == str(error)
+        assert (copied.argument, copied.wanted, copied.got) == ("q", "3 dimensions", "2")

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError
-from types import ModuleType
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest

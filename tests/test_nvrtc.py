@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import os
+import pickle
 import platform
 import re
 import subprocess
@@ -98,6 +101,23 @@ def test_an_entry_holds_source_log_and_cubin(fakes: list[FakeNvrtc], tmp_path: P
     assert "-DWIDTH=4" in FakeNvrtc.compiled[0]
 
 
+@pytest.mark.skipif(os.name != "posix", reason="modes of files are POSIX's")
+@pytest.mark.parametrize("mask", [0o022, 0o077, 0o027])
+def test_an_entry_has_the_mode_that_the_umask_leaves(mask: int, fakes: list[FakeNvrtc], tmp_path: Path) -> None:
+    """A folder that one user fills, as while an image is built, is read by another."""
+    before = os.umask(mask)
+    try:
+        found = compile_source(Source("a.cu", text="one"), HOPPER)
+        (found.folder / "log.txt").unlink()  # type: ignore[operator]
+        compile_source.cache_clear()
+        assert compile_source(Source("a.cu", text="one"), HOPPER).folder == found.folder
+    finally:
+        os.umask(before)
+    (folder,) = entries(tmp_path)
+    assert folder.stat().st_mode & 0o777 == 0o777 & ~mask
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~mask}
+
+
 def test_an_entry_is_compiled_once(fakes: list[FakeNvrtc], tmp_path: Path) -> None:
     source = Source("a.cu", text="one")
     compile_source(source, HOPPER)
@@ -164,6 +184,9 @@ def test_the_compiler_s_log_is_in_the_exception(fakes: list[FakeNvrtc], tmp_path
         compile_source(Source("a.cu", text="an error"), HOPPER)
     assert caught.value.log == "a.cu(3): error: made up"
     assert not (tmp_path / "cache").exists()
+    for copied in (pickle.loads(pickle.dumps(caught.value)), copy.deepcopy(caught.value)):
+        assert type(copied) is CompileError
+        assert (str(copied), copied.log) == (str(caught.value), caught.value.log)
 
 
 def test_without_a_named_folder_the_user_s_cache_is_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -179,6 +202,22 @@ def test_a_named_library_is_the_only_one_tried(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setenv("FLASHQSA_NVRTC", str(tmp_path / "libnvrtc.so.13"))
     assert list(library._candidates()) == [str(tmp_path / "libnvrtc.so.13")]
     assert library.open_library(str(tmp_path / "libnvrtc.so.13")) is None
+
+
+def test_a_named_library_that_does_not_open_is_told_by_its_name(
+    fakes: list[FakeNvrtc], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = str(tmp_path / "libnvrtc.so.13")
+    monkeypatch.setenv("FLASHQSA_NVRTC", path)
+    fakes.clear()
+    with pytest.raises(NvrtcNotFoundError, match=r"no NVRTC here compiles for sm_90; ") as caught:
+        nvrtc_for(HOPPER)
+    assert f"FLASHQSA_NVRTC names {path!r}, which does not open as an NVRTC" in str(caught.value)
+    assert "Install" not in str(caught.value)
+    assert "none" not in str(caught.value)
+    fakes.append(fake(13, 0, 75, 90))
+    with pytest.raises(NvrtcNotFoundError, match=r"sm_70; FLASHQSA_NVRTC names .*\(13\.0, sm_75 to sm_90\).*unset it"):
+        nvrtc_for(VOLTA)
 
 
 # From here on a real NVRTC compiles; without one for the architecture the test is skipped.

@@ -93,6 +93,9 @@ def test_runs_reach_the_calls():
         assert (runs[0], runs[len(runs) // 3], runs[-1]) == (None, rows.runs, ())
         with pytest.raises(flashqsa.InputError, match=r"rows\.runs: wanted requests below 3; got 5"):
             operator(*operands, [5, 0, 3, 39])
+        for short in ([0, 0, 3], [0, 0, 3, 39, 1]):
+            with pytest.raises(flashqsa.InputError, match=r"rows\.runs: wanted runs of four whole numbers; got \("):
+                operator(*operands, short)
         torch.library.opcheck(
             operator, (*operands, ops.pack_runs(rows.runs)), test_utils=("test_schema", "test_faketensor")
         )

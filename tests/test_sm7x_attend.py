@@ -297,6 +297,21 @@ def test_merging_inside_and_apart_agree(capability: tuple[int, int]) -> None:
 
 @both
 @pytest.mark.usefixtures("emulated")
+@pytest.mark.parametrize(("whole", "inside"), [(1, True), (0, True), (0, False)], ids=["whole", "inside", "apart"])
+def test_a_row_of_nan_stays_nan(whole: int, inside: bool, capability: tuple[int, int]) -> None:
+    """Every logit of the first head is NaN: its parts' lse are NaN or, where a part sees nothing, -inf."""
+    inputs = build(Case("nan-row", (1,), (700,), spec_of(12, 1, top_blocks=32), FP16, FP16))
+    selection = selection_of(inputs)
+    exact = run(inputs, selection, capability, 1, whole, 12, inside)
+    inputs.q[0, 0] = float("nan")
+    output, lse = run(inputs, selection, capability, 1, whole, 12, inside)
+    assert bool(output[0, 0].isnan().all())
+    assert bool(lse[0, 0].isnan())
+    assert same((output[:, 1:], lse[:, 1:]), (exact[0][:, 1:], exact[1][:, 1:]))
+
+
+@both
+@pytest.mark.usefixtures("emulated")
 def test_every_fp8_number_becomes_itself(capability: tuple[int, int]) -> None:
     """A row that sees one token has that token's value: all 256 codes, subnormal ones and both NaN among them."""
     spec = spec_of(3, 1, head_dim=256)

@@ -174,6 +174,20 @@ def test_a_plan_knows_how_many_rows_cublas_scores(batch: tuple[Rows, int], limit
     assert alone.fewest_product_rows is None
 
 
+@pytest.mark.parametrize(("rows", "tokens"), [(3230, 19_580), (1616, 184_000), (1617, 29_000)])
+@pytest.mark.parametrize("gpu", ["v100", "rtx8000"])
+def test_a_plan_has_room_for_its_last_chunk(gpu: str, rows: int, tokens: int) -> None:
+    """Of fewer rows cuBLAS takes more columns at a time, and both together may be more bytes."""
+    spec = QsaSpec()
+    plan = make_plan(Call(spec, rows, 1, tokens - 1, FP16, FP16), DeviceFacts.named(gpu)).select
+    needed = []
+    for start, stop in plan.chunks(rows):
+        config = plan.chunk_config(stop - start).score
+        assert isinstance(config, Sm7xScoreConfig)
+        needed.append(sm7x_score_bytes(spec, config, stop - start, tokens - 1))
+    assert plan.workspace_bytes == max(needed) <= 128 << 20
+
+
 @pytest.mark.parametrize(
     ("rows", "tokens", "taken"),
     [(64, 65_536, True), (63, 65_536, False), (64, 65_535, False), (65, 65_535, True), (63, 1 << 20, False)],

@@ -71,7 +71,8 @@ class Built:
 
 def build(arch_list: str | None, screen: Screen, json_target: str | None) -> int:
     """Compiles for the architectures of a list, or of FLASHQSA_CUDA_ARCH_LIST, or of the GPUs here."""
-    capabilities = parse_archs(arch_list if arch_list is not None else knobs.CUDA_ARCH_LIST.read())
+    knob = knobs.CUDA_ARCH_LIST
+    capabilities = parse_archs(knob.read(), knob.name) if arch_list is None else parse_archs(arch_list)
     nvrtc = pipeline.kernel_set("nvrtc")
     built: list[Built] = []
     for capability in capabilities:
@@ -102,8 +103,10 @@ def build(arch_list: str | None, screen: Screen, json_target: str | None) -> int
     return FAILED if failed else OK
 
 
-def parse_archs(text: str) -> list[tuple[int, int]]:
+def parse_archs(text: str, origin: str = "--arch") -> list[tuple[int, int]]:
     """Compute capabilities of a list such as `7.0;7.5`, each once; of the GPUs here where the list is empty.
+
+    origin  the option or variable that the list comes from, for the message
 
     Raises UserError for what is no such list, an architecture without kernels, and an empty list without a GPU.
 
@@ -125,7 +128,8 @@ def parse_archs(text: str) -> list[tuple[int, int]]:
         for word in words:
             match = re.fullmatch(r"(\d+)\.(\d)", word)
             if match is None or (int(match[1]), int(match[2])) not in known:
-                raise UserError(f"--arch: wanted some of {names}; got {word!r}")
+                why = "; PTX is not made" if word.endswith("+PTX") else ""
+                raise UserError(f"{origin}: wanted some of {names}; got {word!r}{why}")
             found.append((int(match[1]), int(match[2])))
     return list(dict.fromkeys(found))
 
@@ -152,14 +156,18 @@ def sources_for(capability: tuple[int, int]) -> list[Any]:
 def plans_for(capability: tuple[int, int]) -> Iterator[Plan]:
     """Plans of the released shapes on every known GPU of a compute capability, or on one here that is not known."""
     devices = [facts for facts in KNOWN_DEVICES.values() if facts.capability == capability]
+    # What is built here runs elsewhere, mostly within the default limit.
+    limits = dict.fromkeys((knobs.WORKSPACE_MIB.read(), knobs.WORKSPACE_MIB.default))
     for facts in devices or [_like(capability)]:
         for heads, (rows, requests), context, dtypes, invariant in product(
             HEADS, (*BATCHES, *MIXED), CONTEXTS, DTYPES, (False, True)
         ):
             spec, (q_dtype, cache_dtype) = QsaSpec(*heads), dtypes
             call = Call(spec, rows, requests, context - 1, q_dtype, cache_dtype, batch_invariant=invariant)
-            if rows <= requests * context:
-                yield make_plan(call, facts, stages=())
+            for mib in limits if rows <= requests * context else ():
+                with knobs.WORKSPACE_MIB.set_to(mib):
+                    plan = make_plan(call, facts, stages=())
+                yield plan
 
 
 def _like(capability: tuple[int, int]) -> DeviceFacts:

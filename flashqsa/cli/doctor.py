@@ -116,6 +116,9 @@ def _nvrtc() -> str:
     """Every NVRTC that opens here, whoever brought it: that is where kernels look, too."""
     libraries = _nvrtc_kernels().library.installed()
     if not libraries:
+        knob = import_module("flashqsa.knobs").NVRTC
+        if knob.read():
+            raise AbsentError(f"{knob.name} names {knob.read()!r}, which does not open as an NVRTC")
         raise AbsentError(
             "not found; GPUs compile top-k, worklists, writes and Hopper's attention with it: torch's CUDA builds "
             "bring it, else pip install nvidia-cuda-nvrtc"

@@ -33,8 +33,12 @@ class CompileError(RuntimeError):
     """NVRTC refused a source. The message holds the compiler's log; `log` holds it alone."""
 
     def __init__(self, message: str, log: str) -> None:
-        self.log = log
+        self.message, self.log = message, log
         super().__init__(f"{message}\n{log}")
+
+    def __reduce__(self) -> tuple[type[CompileError], tuple[str, str]]:
+        # An exception is pickled as its class and what it prints, which is not what this class takes.
+        return type(self), (self.message, self.log)
 
 
 @dataclass(frozen=True)
@@ -213,14 +217,17 @@ def _write_entry(
     facts = {**facts, "cubin_sha256": hashlib.sha256(cubin).hexdigest()}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
-        new = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
+        aside = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
         try:
+            # `mkdtemp` lets nobody else in, whatever the umask: the entry is a folder of its own in there.
+            new = aside / folder.name
+            new.mkdir()
             for name, text in [*files, ("log.txt", log), ("facts.json", json.dumps(facts, indent=2))]:
                 (new / name).write_text(text, "utf-8")
             (new / "kernel.cubin").write_bytes(cubin)
             _move(new, folder)
         finally:
-            shutil.rmtree(new, ignore_errors=True)
+            shutil.rmtree(aside, ignore_errors=True)
     except OSError as error:
         logger.warning("cubins are not kept: %s", error)
         return None

@@ -105,12 +105,18 @@ def nvrtc_for(capability: tuple[int, int]) -> tuple[Nvrtc, str]:
         if able:
             own = _torch_cuda_major()
             return max(able, key=lambda library: (library.version[0] == own, library.version)), f"sm_{major}{lower}"
-    found = "; ".join(f"{library.path} ({_version_text(library)})" for library in libraries) or "none"
+    raise NvrtcNotFoundError(f"no NVRTC here compiles for sm_{major}{minor}; {_what_to_do(capability, libraries)}")
+
+
+def _what_to_do(capability: tuple[int, int], libraries: Sequence[Nvrtc]) -> str:
+    found = "; ".join(f"{library.path} ({_version_text(library)})" for library in libraries)
+    named = knobs.NVRTC.read()
+    if named:
+        # Nothing else is tried then: what one might install would not be found.
+        what = found or f"{named!r}, which does not open as an NVRTC"
+        return f"{knobs.NVRTC.name} names {what}. Name another, or unset it."
     wheel = "nvidia-cuda-nvrtc-cu12==12.6.77" if capability < (7, 5) else "nvidia-cuda-nvrtc"
-    raise NvrtcNotFoundError(
-        f"no NVRTC here compiles for sm_{major}{minor}; found: {found}. Install {wheel}, or name a library "
-        f"in {knobs.NVRTC.name}."
-    )
+    return f"found: {found or 'none'}. Install {wheel}, or name a library in {knobs.NVRTC.name}."
 
 
 @cache

@@ -232,11 +232,14 @@ __device__ __forceinline__ void merge_parts(
         float best = NEGATIVE_INFINITY, sum = 0.0f;
         const long long at = (lines[h].row - a.first_part_row) * q_heads + lines[h].head;
         if (lines[h].bit) {
-            for (int part = 0; part < a.parts; ++part) best = fmaxf(best, __ldcg(a.part_lse + part * part_heads + at));
+            for (int part = 0; part < a.parts; ++part) {
+                const float found = __ldcg(a.part_lse + part * part_heads + at);
+                best = found <= best || best != best ? best : found;  // NaN stays, which `fmaxf` would lose
+            }
         }
 #pragma unroll
         for (int i = 0; i < 4 * GROUPS; ++i) acc[i >> 2][(i & 1) + 2 * h + 2 * (i & 2)] = 0.0f;
-        if (lines[h].bit && best > NEGATIVE_INFINITY) {
+        if (lines[h].bit && best != NEGATIVE_INFINITY) {
             for (int part = 0; part < a.parts; ++part) {
                 const float weight = power_of_2((__ldcg(a.part_lse + part * part_heads + at) - best) * LOG2_E);
                 sum += weight;
