@@ -134,6 +134,7 @@ def _select(index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec,
         part = rows.slice(start, stop)
         scores = kernels.score(index_q[start:stop], index_cache, part, spec, plan.select)
         kernels.topk(scores, selection.slice(start, stop), plan.select)
+        del scores  # before the next chunk's are made: two would take twice the workspace
     return selection
 
 

@@ -87,7 +87,7 @@ class FusedShape:
         return max(
             rows * self.samples * FLOAT_BYTES,
             rows * self.slices * self.capacity * SURVIVOR_BYTES,
-            self.programs * scratch_floats(width) * FLOAT_BYTES,
+            min(self.programs, rows) * scratch_floats(width) * FLOAT_BYTES,
         )
 
     def workspace_bytes(self, rows: int, width: int) -> int:

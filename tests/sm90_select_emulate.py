@@ -42,8 +42,9 @@ SURVIVOR = np.dtype([("score", np.float32), ("block", np.int32)])
 def sampled_blocks(samples: int, stride: int) -> Array:
     """The blocks that are sampled, in order: `sampled_block` of `sampling.cuh`."""
     sample = np.arange(samples, dtype=np.uint64)
-    which = (sample * 0x9E3779B1 & 0xFFFFFFFF) >> 16 & stride - 1
-    return (sample * stride + which).astype(np.int64)
+    hashed = (sample ^ sample >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    hashed = (hashed ^ hashed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return (sample * stride + ((hashed ^ hashed >> 16) & stride - 1)).astype(np.int64)
 
 
 def blocks_sampled(seen: int, top_blocks: int, rank: int, stride: int) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from flashqsa.testing.cases import BF16, CASES, FP16, FP32, Case, named, spec_of
 from flashqsa.testing.inputs import Inputs, build, fill_unwritten, relocate, take_rows
 from flashqsa.testing.selections import swap_one_block
 from flashqsa.testing.verify import verify_case
-from flashqsa.values import FP8, KvCache, QsaSpec, Rows, Selection
+from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Selection
 
 
 def select(inputs: Inputs, **options: object) -> Selection:
@@ -179,6 +181,24 @@ def test_a_small_workspace_is_kept() -> None:
             plan = pipeline.plan_batch(rows, spec, kv_cache=cache)
         assert plan.workspace_bytes <= mib << 20
         assert plan.attend.config.row_tokens >= plan.attend.config.group_rows[-1] * spec.block_tokens
+
+
+def test_scores_of_one_chunk_lie_in_memory_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec, rows = QsaSpec(), Rows.from_lengths([400], [2000])
+    cache = IndexCache(torch.zeros(500, 1, 128), torch.arange(500, dtype=torch.int32)[None])
+    monkeypatch.setenv("FLASHQSA_WORKSPACE_MIB", "1")
+    made: list[weakref.ref[Tensor]] = []
+    score = pipeline.kernel_set("cpu").score
+
+    def watched(*arguments: Any) -> Any:
+        assert [values for values in made if values() is not None] == []
+        scores = score(*arguments)
+        made.append(weakref.ref(scores.values))
+        return scores
+
+    monkeypatch.setattr(pipeline.kernel_set("cpu"), "score", watched)
+    flashqsa.select_blocks(torch.zeros(400, 4, 128), cache, rows, spec, route="cpu:plain")
+    assert len(made) > 1
 
 
 def test_one_plan_serves_every_layer_of_a_batch() -> None:

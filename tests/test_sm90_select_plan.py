@@ -85,7 +85,7 @@ def test_a_shape_holds_what_it_is_for(spec: QsaSpec, rows: int, max_position: in
     # Memory: what a pass needs, unless not even one window fits.
     rows_of_pass = min(max(rows, 1), shape.chunk_rows)
     assert shape.workspace_bytes(rows_of_pass, width) <= limit or shape.chunk_rows == shape.window_rows
-    assert shape.room_bytes(rows_of_pass, width) >= shape.programs * scratch_floats(width) * 4
+    assert shape.room_bytes(rows_of_pass, width) >= min(shape.programs, rows_of_pass) * scratch_floats(width) * 4
     assert 1 <= shape.programs <= H200.multiprocessors
     # Of rows that fill a window the host's slices of the memory are what the kernels address.
     assert shape.room_bytes(rows_of_pass, width) >= rows_of_pass * shape.slices * shape.capacity * 8
@@ -163,6 +163,18 @@ def test_random_rows_pass_their_floors(top_blocks: int, width: int) -> None:
         through = scores >= floor
         assert top_blocks <= through.sum() <= THREADS * shape.survivor_keys
         assert np.bincount(part[through], minlength=shape.slices).max() <= shape.capacity
+
+
+@pytest.mark.parametrize("period", [7, 61, 480, 488, 512, 976, 1000, 1952])
+def test_no_period_of_the_scores_meets_the_same_blocks_again_and_again(period: int) -> None:
+    width, drawn = 46_000, np.random.default_rng(period)
+    stride = sample_stride(width)
+    rank, sample = floor_rank(512, stride), sampled_blocks(width // stride, stride)
+    for _ in range(20):
+        pattern = drawn.standard_normal(period)
+        scores = pattern[np.arange(width) % period] + 1e-3 * drawn.standard_normal(width)
+        floor = np.sort(scores[sample])[-rank]
+        assert 512 <= int((scores >= floor).sum()) <= 2048
 
 
 @pytest.mark.parametrize(

@@ -50,6 +50,9 @@ SPARE_BYTES = 512 << 20
 
 GRAPH_CHOICES = ("auto", "on", "off")
 
+STEP_ROWS = 16
+"""Rows per request up to which an indexer's case is a step, whose kernels take less time than Python's launches."""
+
 
 @dataclass(frozen=True)
 class Settings:
@@ -57,7 +60,7 @@ class Settings:
 
     device      a device's name; None for a GPU where there is one
     calls       samples per measure; None for 20 on a GPU and 5 on a CPU
-    graph       `auto` replays CUDA graphs for decode, `on` for everything, `off` for nothing
+    graph       `auto` replays CUDA graphs for decode and steps, `on` for everything, `off` for nothing
     check_rows  rows that are compared, of a case with more than ALL_ROWS
     """
 
@@ -88,7 +91,8 @@ class _Run:
     def manner(self, case: BenchCase) -> Manner:
         """How a case is timed."""
         wanted = self.settings.graph
-        graphs = self.device.type == "cuda" and (wanted == "on" or (wanted == "auto" and case.kind == "decode"))
+        few = case.kind == "decode" or (case.kind == "indexer" and case.rows_per_request <= STEP_ROWS)
+        graphs = self.device.type == "cuda" and (wanted == "on" or (wanted == "auto" and few))
         return Manner(self.settings.calls or CALLS[self.device.type], self.settings.cold, graphs)
 
 

@@ -8,10 +8,13 @@ struct Floor {
 static constexpr int EVERY_BLOCK = 0x7fffffff;
 static constexpr float LEAST_SCORE = -3.402823466e+38f;
 
-// One of each `stride` neighbouring blocks, a power of two of them; which one varies, so that no period of the scores can
-// hide from the sample.
+// One of each `stride` neighbouring blocks, a power of two of them; a hash of the sample's number says which, so that no
+// period of the scores meets the same ones again and again. (The finaliser of MurmurHash3's 32-bit variant, by A. Appleby.)
 __device__ __forceinline__ int sampled_block(int sample, int stride) {
-    return sample * stride + (unsigned(sample) * 0x9e3779b1u >> 16 & unsigned(stride - 1));
+    unsigned hash = unsigned(sample);
+    hash = (hash ^ hash >> 16) * 0x85ebca6bu;
+    hash = (hash ^ hash >> 13) * 0xc2b2ae35u;
+    return sample * stride + int((hash ^ hash >> 16) & unsigned(stride - 1));
 }
 
 // Blocks that a row sees; none where it is padding, or where its numbers are past their bounds.
