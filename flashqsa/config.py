@@ -99,6 +99,11 @@ class FusedConfig:
     tile_rows: int
     tile_blocks: int
 
+    @property
+    def words(self) -> str:
+        """What it does, in a line."""
+        return f"tiles of {self.tile_rows} rows and {self.tile_blocks:,} blocks, ranked as they are scored"
+
 
 FUSED_PIECE = 64
 """Most index keys that a CPU reads as one piece of a page."""

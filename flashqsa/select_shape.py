@@ -77,6 +77,13 @@ class FusedShape:
     usual_keys: int
     programs: int
 
+    @property
+    def words(self) -> str:
+        """What it does, in a line."""
+        survivors = f"about {self.stride * self.rank:,} blocks a row go on"
+        scorers = f"{self.slices} programs score a window of {self.window_rows} rows"
+        return f"one block of {self.stride} sampled, {survivors}; {scorers}"
+
     def room_bytes(self, rows: int, width: int) -> int:
         """What samples, then survivors, then scores of rows that are done again take: they take turns.
 
@@ -321,6 +328,11 @@ class DecodeShape:
     stages: int
     resident: int
     share_blocks: int
+
+    @property
+    def words(self) -> str:
+        """What it does, in a line."""
+        return f"one launch, {self.cluster} programs for each row"
 
     @property
     def table_bytes(self) -> int:

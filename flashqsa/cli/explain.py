@@ -209,12 +209,24 @@ def _product_sizes(plan: Plan) -> list[tuple[str, str]]:
     return [] if fewest is None else [("rows of a request that cuBLAS scores, from", f"{fewest:,}")]
 
 
+def _fused_sizes(plan: Plan) -> list[tuple[str, str]]:
+    """Which form the mode `fused` takes."""
+    return [] if plan.select.fused is None else [("selection", plan.select.fused.words)]
+
+
+def _workspaces(plan: Plan) -> list[tuple[str, str]]:
+    """Memory of each stage: they do not run at once."""
+    stages = (("select", plan.select.workspace_bytes), ("attend", plan.attend.workspace_bytes))
+    return [(f"workspace, {stage}", mebibytes(taken)) for stage, taken in stages]
+
+
 def _show_plan(plan: Plan, screen: Screen) -> None:
     groups, tile_tokens = _group_rows(plan)
     sizes = [
         ("blocks a row sees, at most", f"{plan.select.width_blocks:,}"),
-        ("rows scored at a time", f"{plan.select.chunk_rows:,}"),
+        ("rows scored at a time", f"{min(plan.select.chunk_rows, max(plan.call.rows, 1)):,}"),
         *_product_sizes(plan),
+        *_fused_sizes(plan),
         ("rows of a group" + (", one of" if len(groups) > 1 else ""), ", ".join(map(str, groups))),
         ("tokens gathered at a time, at most", f"{tile_tokens:,}"),
         ("blocks a group can have, at most", f"{plan.attend.max_entries:,}"),
@@ -223,4 +235,4 @@ def _show_plan(plan: Plan, screen: Screen) -> None:
         split = plan.attend.shape.split(plan.call.rows, plan.call.spec)
         cut = f", {split.cut:,} of them in {split.parts} parts" if split.cut else ""
         sizes.append(("groups times KV heads", f"{split.units:,}{cut}"))
-    screen.table("plan", ("size", "value"), [*sizes, ("workspace", mebibytes(plan.workspace_bytes))])
+    screen.table("plan", ("size", "value"), [*sizes, *_workspaces(plan)])
