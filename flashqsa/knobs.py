@@ -7,7 +7,7 @@ Variables are read when they are needed, never at import, so a test or a noteboo
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -109,7 +109,16 @@ CUDA_ARCH_LIST = Knob(
     "What `flashqsa build` compiles for, as `7.0;7.5`. By default the GPUs of this machine.",
 )
 
-KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC, CUDA_ARCH_LIST)
+VLLM = Knob(
+    "FLASHQSA_VLLM",
+    "choice",
+    "0",
+    "Whether vLLM's QSA functions are replaced in a vLLM process: `0` (never), `auto` (where its release is supported), "
+    "`1` (refuse to start where it is not).",
+    choices=("auto", "1", "0"),
+)
+
+KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC, CUDA_ARCH_LIST, VLLM)
 
 
 def workspace_bytes() -> int:
@@ -123,6 +132,11 @@ def set_default(name: str, value: str) -> None:
     Most libraries read theirs once, when they are loaded.
     """
     os.environ.setdefault(name, value)
+
+
+def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment with some variables set, for a child."""
+    return {**os.environ, **changes}
 
 
 def cache_folder() -> Path:

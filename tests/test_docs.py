@@ -40,6 +40,7 @@ REQUIRED = [
     "docs/ROUTES.md",
     "docs/BENCH.md",
     "docs/TRANSFORMERS.md",
+    "docs/VLLM.md",
     "docs/kernels/select.md",
     "docs/kernels/attend.md",
 ]

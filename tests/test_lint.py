@@ -78,11 +78,18 @@ MAY_IMPORT = {
 unless it has one. `kernels.nvrtc` has: it compiles on the user's machine, and `knobs` says with what and where to."""
 
 HEAVY = {
+    "httpx": ("flashqsa/cli/",),
+    "httpx_sse": ("flashqsa/cli/",),
     "matplotlib": ("flashqsa/cli/",),
+    "prometheus_client": ("flashqsa/cli/",),
+    "psutil": ("flashqsa/cli/",),
+    "pydantic": ("flashqsa/cli/",),
     "rich": ("flashqsa/cli/", "flashqsa/__main__.py"),
+    "tomlkit": ("flashqsa/cli/",),
     "transformers": ("flashqsa/cli/", "flashqsa/integrations/"),
     "triton": ("flashqsa/kernels/smxx/",),
     "typer": ("flashqsa/cli/", "flashqsa/__main__.py"),
+    "vllm": ("flashqsa/integrations/vllm/",),
 }
 """Packages that not every caller has or wants, and the places that may import them."""
 
