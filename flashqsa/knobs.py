@@ -113,8 +113,8 @@ VLLM = Knob(
     "FLASHQSA_VLLM",
     "choice",
     "0",
-    "Whether vLLM's QSA functions are replaced in a vLLM process: `0` (never), `auto` (where its release is supported), "
-    "`1` (refuse to start where it is not).",
+    "Whether vLLM's QSA functions are replaced in a vLLM process: `0` (never), `auto` (where its release is supported) "
+    "or `1` (refuse to start where it is not).",
     choices=("auto", "1", "0"),
 )
 
