@@ -209,6 +209,21 @@ def begins_aligned(*tensors: Tensor) -> bool:
     )
 
 
+def _hopper_refusal(
+    spec: QsaSpec, q_dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, facts: DeviceFacts
+) -> str | None:
+    """What both forms of Hopper's selection ask of a call."""
+    if facts.capability != (9, 0):
+        return f"made for sm_90, got {facts.arch}"
+    if spec.index_heads not in (2, 4) or spec.index_dim not in (64, 128):
+        return f"made for 2 or 4 index heads of 64 or 128, got {spec.index_heads} of {spec.index_dim}"
+    if cache_dtype not in (torch.float16, torch.bfloat16) or q_dtype != cache_dtype:
+        return f"made for FP16 or BF16 index queries and keys of one dtype, got {q_dtype} and {cache_dtype}"
+    if not aligned:
+        return "index queries or keys do not begin at multiples of 16 bytes"
+    return None
+
+
 def fused_refusal(
     spec: QsaSpec, q_dtype: torch.dtype, cache_dtype: torch.dtype, aligned: bool, max_position: int, facts: DeviceFacts
 ) -> str | None:
@@ -221,14 +236,8 @@ def fused_refusal(
     >>> fused_refusal(QsaSpec(index_heads=8), torch.bfloat16, torch.bfloat16, True, 183_999, h200)
     'made for 2 or 4 index heads of 64 or 128, got 8 of 128'
     """
-    if facts.capability != (9, 0):
-        return f"made for sm_90, got {facts.arch}"
-    if spec.index_heads not in (2, 4) or spec.index_dim not in (64, 128):
-        return f"made for 2 or 4 index heads of 64 or 128, got {spec.index_heads} of {spec.index_dim}"
-    if cache_dtype not in (torch.float16, torch.bfloat16) or q_dtype != cache_dtype:
-        return f"made for FP16 or BF16 index queries and keys of one dtype, got {q_dtype} and {cache_dtype}"
-    if not aligned:
-        return "index queries or keys do not begin at multiples of 16 bytes"
+    if (reason := _hopper_refusal(spec, q_dtype, cache_dtype, aligned, facts)) is not None:
+        return reason
     width = max(spec.visible_blocks(max_position), 1)
     rank = floor_rank(spec.top_blocks, sample_stride(width))
     wanted = sample_stride(width) * (rank + ROOM_SIGMAS * math.sqrt(rank))
@@ -399,14 +408,8 @@ def decode_refusal(
     >>> decode_refusal(QsaSpec(), torch.bfloat16, torch.bfloat16, True, 4_194_303, h200)
     'rows of 1048576 blocks: their scores do not fit the shared memory of 16 programs'
     """
-    if facts.capability != (9, 0):
-        return f"made for sm_90, got {facts.arch}"
-    if spec.index_heads not in (2, 4) or spec.index_dim not in (64, 128):
-        return f"made for 2 or 4 index heads of 64 or 128, got {spec.index_heads} of {spec.index_dim}"
-    if cache_dtype not in (torch.float16, torch.bfloat16) or q_dtype != cache_dtype:
-        return f"made for FP16 or BF16 index queries and keys of one dtype, got {q_dtype} and {cache_dtype}"
-    if not aligned:
-        return "index queries or keys do not begin at multiples of 16 bytes"
+    if (reason := _hopper_refusal(spec, q_dtype, cache_dtype, aligned, facts)) is not None:
+        return reason
     if _decode_shape(spec, max_position, MOST_PROGRAMS, 256, 1, facts) is None:
         blocks = spec.visible_blocks(max_position)
         return f"rows of {blocks} blocks: their scores do not fit the shared memory of {MOST_PROGRAMS} programs"

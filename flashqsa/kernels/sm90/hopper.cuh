@@ -139,6 +139,12 @@ __device__ __forceinline__ word swizzled(int row, int chunk, int slab = SLAB) { 
     return (chunk >> 3) * slab + row * 128 + (((chunk & 7) ^ (row & 7)) << 4);
 }
 
+__device__ __forceinline__ float relu(float x) {  // NaN stays NaN
+    float y;
+    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.0f));
+    return y;
+}
+
 __device__ __forceinline__ float power_of_2(float x) {
     float y;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));

@@ -43,12 +43,6 @@ struct Arguments {
     float scale;
 };
 
-__device__ __forceinline__ float relu(float x) {  // NaN stays NaN
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.0f));
-    return y;
-}
-
 // Copies a tile of a row's keys; `present` has a bit for each of the warp's 16 that is not on a hole.
 __device__ __forceinline__ word bring(const Arguments& a, int owner, int first, int seen, word to, int warp, int lane) {
     const int block = first + warp * 16 + (lane & 15);

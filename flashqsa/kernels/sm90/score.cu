@@ -177,12 +177,6 @@ __device__ __forceinline__ void produce(const Arguments& a, Shared& s, word keys
     asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
-__device__ __forceinline__ float relu(float x) {  // NaN stays NaN
-    float y;
-    asm("max.NaN.f32 %0, %1, %2;" : "=f"(y) : "f"(x), "f"(0.0f));
-    return y;
-}
-
 // The score of a thread's row p and key h, of the products: heads in pairs, then the pairs.
 __device__ __forceinline__ float score_at(const float (&products)[64], int p, int h, float scale) {
     float sum = relu(products[4 * PAIRS * p + 2 * h]) + relu(products[4 * PAIRS * p + 2 * h + 1]);
