@@ -39,7 +39,7 @@ $(READY): pyproject.toml constraints.txt
 	echo "making $(VENV) with $$found"; \
 	$$found -m venv $(VENV)
 	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	    $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers,serve,plot,dev]'
+	    $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers,serve,ab,plot,dev]'
 	@touch $@
 
 # No .venv here: a machine with a GPU has the torch that fits its driver, and nothing should replace it.

@@ -7,6 +7,8 @@ from typing import Annotated
 
 import typer
 
+from flashqsa.cli import ab
+
 app = typer.Typer(
     name="flashqsa",
     help="FlashQSA: Qwen Sparse Attention, exact, repeatable and fast.",
@@ -14,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(ab.app, name="ab")
 
 JsonTarget = Annotated[
     str | None,
@@ -190,6 +193,7 @@ def serve(
     ] = None,
     seed: Seed = 0,
     threads: Threads = None,
+    stock: Annotated[bool, typer.Option("--stock", help="Leave the stock sparse layers in place, to compare.")] = False,
     route: RoutePin = None,
     verbose: Verbose = False,
 ) -> None:
@@ -204,7 +208,7 @@ def serve(
         from flashqsa.cli.serve import Serving, serve
 
         passed = tuple(word for word in context.args if word != "--")
-        return serve(Serving(model, host, port, device, dtype, seed, threads, route, verbose, passed), screen)
+        return serve(Serving(model, host, port, device, dtype, seed, threads, route, verbose, stock, passed), screen)
 
     raise typer.Exit(show.carried_out(None, work))
 

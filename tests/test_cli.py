@@ -25,7 +25,7 @@ from flashqsa.values import QsaSpec, Rows, Selection
 
 transformers = pytest.importorskip("transformers")
 
-COMMANDS = ("run", "serve", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
+COMMANDS = ("run", "serve", "ab", "doctor", "explain", "verify", "bench", "build", "capture", "replay", "stats")
 TINY = ["run", "--device", "cpu", "--preset", "tiny", "--tokens", "150", "--chunk", "64", "--decode", "3"]
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import typer.core
@@ -39,6 +40,7 @@ REQUIRED = [
     "docs/ADDING_A_ROUTE.md",
     "docs/ROUTES.md",
     "docs/BENCH.md",
+    "docs/AB.md",
     "docs/TRANSFORMERS.md",
     "docs/VLLM.md",
     "docs/kernels/select.md",
@@ -82,10 +84,14 @@ def unknown_commands(code: list[str]) -> list[str]:
     assert isinstance(known, typer.core.TyperGroup)
     found = []
     for words in [*commands(code, "flashqsa"), *commands(code, r"\S*python[\d.]* -m flashqsa")]:
-        command = known.commands.get(words[0]) if words else known
+        command: Any = known
+        while isinstance(command, typer.core.TyperGroup) and words and not words[0].startswith("-"):
+            name, *words = words
+            command = command.commands.get(name)
+            found += [name] if command is None else []
         options = {option for p in command.params for option in (*p.opts, *p.secondary_opts)} if command else set()
         named = [word.partition("=")[0] for word in words if word.startswith("-")]
-        found += words[:1] if command is None else [o for o in named if o not in {*options, "--help"}]
+        found += [] if command is None else [option for option in named if option not in {*options, "--help"}]
     return found
 
 
@@ -197,13 +203,14 @@ def test_code_names_no_unknown_knob_and_no_missing_page() -> None:
 
 def test_the_checks_find_what_is_wrong() -> None:
     page = (
-        "    make tset\n\n`flashqsa dance`, see `docs/NOWHERE.md`, [this](NOWHERE.md) and [here](#no-such-heading).\n"
+        "    make tset\n\n`flashqsa dance`, `flashqsa ab jump`, see `docs/NOWHERE.md`,"
+        " [this](NOWHERE.md) and [here](#no-such-heading).\n"
         "```bash\nFLASHQSA_NO_SUCH=1 python -m flashqsa run --no-such-option 3  # a comment\n```\n"
         "```python\nfrom flashqsa.route import no_such\nflashqsa.nor_this(1)\n```\n"
     )
     code = code_of(page)
     assert unknown_targets(code, "test:\n\tx") == ["tset"]
-    assert unknown_commands(code) == ["dance", "--no-such-option"]
+    assert unknown_commands(code) == ["dance", "jump", "--no-such-option"]
     assert missing_paths(code) == ["docs/NOWHERE.md"]
     assert broken_links(page, ROOT) == ["NOWHERE.md", "#no-such-heading"]
     assert unknown_names(page) == ["no_such", "nor_this"]
@@ -213,7 +220,7 @@ def test_the_checks_find_what_is_wrong() -> None:
 def test_the_checks_let_through_what_is_there() -> None:
     page = (
         "# Two words\n\n    make test    # a comment\n\n"
-        "`docs/KNOBS.md`, `docs/kernels/<stage>.md`, `flashqsa doctor --help`,"
+        "`docs/KNOBS.md`, `docs/kernels/<stage>.md`, `flashqsa doctor --help`, `flashqsa ab run --out x`,"
         " `FLASHQSA_ROUTE`, [self](#two-words), [page](docs/KNOBS.md#knobs), [site](https://example.org/x)\n"
     )
     code = code_of(page)

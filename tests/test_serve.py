@@ -76,6 +76,7 @@ def test_missing_packages_are_named_before_anything_is_loaded(monkeypatch: pytes
         (("--log-level", "info", "tiny"), "MODEL: wanted before the options that the server takes; got --log-level"),
         (("tiny", "--threads", "0"), "--threads: wanted at least 1; got 0"),
         (("tiny", "--route", "fast"), "route: wanted"),
+        (("tiny", "--stock", "--route", "cpu"), "--stock and --route: wanted one of them; got both"),
         (("tiny", "--device", "cuda:77"), "--device cuda:77: torch"),
     ],
     ids=str,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import platform
+import signal
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -59,6 +62,44 @@ def let_threads_sleep() -> None:
     stays in force.
     """
     knobs.set_default("OMP_WAIT_POLICY", "PASSIVE")
+
+
+@contextlib.contextmanager
+def interrupted_by_signals() -> Iterator[None]:
+    """Has the signals to terminate and to hang up interrupt as control-C does, so that what was begun is ended.
+
+    One that is ignored stays so: that is what `nohup` is for.
+    """
+    known = [signal.SIGTERM] if sys.platform == "win32" else [signal.SIGTERM, signal.SIGHUP]
+    heeded = [each for each in known if signal.getsignal(each) != signal.SIG_IGN]
+    before = {each: signal.signal(each, signal.default_int_handler) for each in heeded}
+    try:
+        yield
+    finally:
+        for each, handler in before.items():
+            signal.signal(each, handler)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds back what would interrupt until the end of the `with` block, and raises KeyboardInterrupt there.
+
+    For what must not stop half way: a child that is started and not yet known.
+    """
+    held: list[int] = []
+    known = (
+        [signal.SIGINT, signal.SIGTERM] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    )
+    heeded = [each for each in known if signal.getsignal(each) == signal.default_int_handler]
+    for each in heeded:
+        signal.signal(each, lambda number, _: held.append(number))
+    try:
+        yield
+    finally:
+        for each in heeded:
+            signal.signal(each, signal.default_int_handler)
+    if held:
+        raise KeyboardInterrupt
 
 
 def resident_bytes() -> int:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import signal
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ class Serving:
     """What `flashqsa serve` was asked.
 
     model   a folder, a name on Hugging Face's hub (with `@revision`), or a preset
+    stock   leave the stock sparse layers in place: what FlashQSA is compared with
     passed  further options, as `transformers serve` takes them
 
     The other fields are None where Transformers' own default holds.
@@ -46,6 +46,7 @@ class Serving:
     threads: int | None = None
     route: str | None = None
     verbose: bool = False
+    stock: bool = False
     passed: tuple[str, ...] = ()
 
     def options(self) -> list[str]:
@@ -62,6 +63,8 @@ def serve(serving: Serving, screen: Screen) -> int:
         raise UserError(f"MODEL: wanted before the options that the server takes; got {serving.model}")
     if serving.threads is not None and serving.threads < 1:
         raise UserError(f"--threads: wanted at least 1; got {serving.threads}")
+    if serving.stock and serving.route is not None:
+        raise UserError("--stock and --route: wanted one of them; got both")
     transformers_module()
     plug = integration()
     command = server_command()
@@ -72,15 +75,18 @@ def serve(serving: Serving, screen: Screen) -> int:
     with contextlib.ExitStack() as stack:
         stack.enter_context(log_lines(screen, verbose=serving.verbose))
         stack.enter_context(contextlib.suppress(KeyboardInterrupt))
-        stack.enter_context(_interrupted_by_termination())
+        stack.enter_context(process.interrupted_by_signals())
         if serving.route is not None:
             stack.enter_context(knobs.ROUTE.set_to(serving.route))
         name = stack.enter_context(_model_on_disk(serving))
         context.params["force_model"] = name
-        check_servable(name, context.params, plug)
-        plug.enable_globally()
-        stack.callback(plug.disable_globally)
-        screen.line(f"serving {serving.model} through FlashQSA; in requests the model is {name}, or left out")
+        if not serving.stock:
+            check_servable(name, context.params, plug)
+            plug.enable_globally()
+            stack.callback(plug.disable_globally)
+        _make_hub_folder()
+        through = "with its stock layers" if serving.stock else "through FlashQSA"
+        screen.line(f"serving {serving.model} {through}; in requests the model is {name}, or left out")
         try:
             command.invoke(context)
         except (OSError, ValueError, KeyError, ImportError) as error:
@@ -137,7 +143,6 @@ def check_servable(name: str, options: dict[str, Any], plug: Any) -> None:
     supported = device_supported(check_device(int(device) if device.isdecimal() else device))
     if not supported:
         raise UserError(f"--device {supported}")
-    _make_hub_folder()
 
 
 def _make_hub_folder() -> None:
@@ -157,13 +162,3 @@ def _model_on_disk(serving: Serving) -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="flashqsa-") as folder:
         write_preset(serving.model, Path(folder), seed=serving.seed)
         yield folder
-
-
-@contextlib.contextmanager
-def _interrupted_by_termination() -> Iterator[None]:
-    """Has the signal to terminate interrupt as control-C does, so that what was begun is ended and removed."""
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
