@@ -19,7 +19,7 @@ from flashqsa.attend_shape import Layout, attend_refusal, hopper_refusal, prefer
 from flashqsa.config import fused_loses, score_refusal, sm7x_score_refusal, topk_refusal
 from flashqsa.device import DeviceFacts
 from flashqsa.product_shape import product_loses, product_refusal
-from flashqsa.select_shape import fused_loses_to_scores, fused_refusal
+from flashqsa.select_shape import decode_refusal, decodes_at_once, fused_loses_to_scores, fused_refusal
 from flashqsa.values import QsaSpec
 
 logger = logging.getLogger("flashqsa")
@@ -208,7 +208,9 @@ def _scores_on_smxx(call: Call, facts: DeviceFacts) -> str | None:
 
 def _fuses_on_sm90(call: Call, facts: DeviceFacts) -> str | None:
     q_dtype, cache_dtype = call.index_q_dtype or call.q_dtype, call.index_cache_dtype or call.cache_dtype
-    refusal = fused_refusal(call.spec, q_dtype, cache_dtype, call.index_aligned, call.max_position, facts)
+    batch = (call.spec, call.rows, call.rows_per_request, call.max_position, call.batch_invariant)
+    form = decode_refusal if decodes_at_once(*batch) else fused_refusal
+    refusal = form(call.spec, q_dtype, cache_dtype, call.index_aligned, call.max_position, facts)
     return topk_refusal(call.spec, call.max_position) or refusal
 
 
