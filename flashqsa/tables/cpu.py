@@ -64,9 +64,9 @@ class FusedFrom(TypedDict):
 
 # Time of scores in full over that of the fused selection, medians taken in turn with 1 thread of a shared 2-vCPU Intel
 # Xeon (AVX-512), BF16 keys, 2026-11-30 (benchmarks/results/indexer-*-xeon-2vcpu.json):
-#     1 x 1, 16 x 1 rows   0.88, 0.85 at 32,768 tokens; 0.79, 0.77 at 131,072
-#     64, 1,616 rows       1.23, 1.08 at 32,768 tokens; 1.05, 1.11 at 184,000
-#     8,192 rows           1.00 at 32,768 tokens
+#     1 x 1, 16 x 1 rows   0.93, 0.83 at 32,768 tokens; 0.83, 0.82 at 131,072
+#     64, 1,616 rows       1.04, 0.95 at 32,768 tokens; 1.04, 1.14 at 184,000
+#     8,192 rows           0.96 at 32,768 tokens
 # and with FP32 keys about 1.0 (0.9 to 1.05) for 32 rows, and for 64 to 1,616 rows at 8,192 and 16,384 tokens. Where the
-# two take the same time the fused selection is preferred: it holds a tenth of the memory.
+# two take the same time the fused selection is preferred: it holds a sixth to a half of the memory.
 FUSED_FROM: FusedFrom = {"rows_per_request": 64, "blocks": 8192}
