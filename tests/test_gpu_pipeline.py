@@ -59,6 +59,27 @@ def test_a_pinned_route_is_right_or_refuses(name: str, pin: str) -> None:
     assert result.passed, str(result)
 
 
+@pytest.mark.parametrize("pin", PINS)
+@pytest.mark.parametrize("rows", [1, 40])
+def test_a_query_of_nan_stays_nan(rows: int, pin: str) -> None:
+    """In its own row and head, whole or cut into parts; -inf and 0 would read as a row that sees nothing."""
+    spec = QsaSpec(q_heads=12, kv_heads=1)
+    inputs = build(Case("nan", (rows,), (9001,), spec, FP16, FP16, regime="far", gate=False), "cuda")
+    arguments = (inputs.kv_cache, inputs.selection, inputs.rows, spec, None, True)
+    try:
+        exact = flashqsa.sparse_attention(inputs.q, *arguments, route=pin)
+    except NoRouteError:
+        assert not pin.endswith((":grouped", ":xqa"))
+        return
+    inputs.q[0, 0] = float("nan")
+    output, lse = flashqsa.sparse_attention(inputs.q, *arguments, route=pin)
+    assert bool(output[0, 0].isnan().all())
+    assert bool(lse[0, 0].isnan())
+    output[0, 0], lse[0, 0] = exact[0][0, 0], exact[1][0, 0]
+    assert compare.same_bits(output, exact[0])
+    assert compare.same_bits(lse, exact[1])
+
+
 @contextmanager
 def no_host_sync() -> Iterator[None]:
     """Raises where torch would wait for the device."""

@@ -441,11 +441,14 @@ __device__ __forceinline__ void consume(
             float best = NEGATIVE_INFINITY, sum = 0.0f;
             const long long at = (lines[h].row - a.first_part_row) * q_heads + lines[h].head;
             if (lines[h].bit) {
-                for (int p = 0; p < a.parts; ++p) best = fmaxf(best, __ldcg(a.part_lse + p * part_heads + at));
+                for (int p = 0; p < a.parts; ++p) {
+                    const float found = __ldcg(a.part_lse + p * part_heads + at);
+                    best = found <= best || best != best ? best : found;  // NaN stays, which `fmaxf` would lose
+                }
             }
 #pragma unroll
             for (int j = 0; j < 64; ++j) acc[(j >> 1) * 4 + 2 * h + (j & 1)] = 0.0f;
-            if (lines[h].bit && best > NEGATIVE_INFINITY) {
+            if (lines[h].bit && best != NEGATIVE_INFINITY) {
                 for (int p = 0; p < a.parts; ++p) {
                     const float weight = power_of_2((__ldcg(a.part_lse + p * part_heads + at) - best) * LOG2_E);
                     sum += weight;
