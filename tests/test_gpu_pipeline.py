@@ -68,8 +68,9 @@ def test_a_query_of_nan_stays_nan(rows: int, pin: str) -> None:
     arguments = (inputs.kv_cache, inputs.selection, inputs.rows, spec, None, True)
     try:
         exact = flashqsa.sparse_attention(inputs.q, *arguments, route=pin)
-    except NoRouteError:
-        assert not pin.endswith((":grouped", ":xqa"))
+    except NoRouteError as refused:
+        if f"{pin}: " not in str(refused):
+            raise
         return
     inputs.q[0, 0] = float("nan")
     output, lse = flashqsa.sparse_attention(inputs.q, *arguments, route=pin)

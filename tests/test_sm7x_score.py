@@ -292,9 +292,9 @@ def test_other_dtypes_are_no_call() -> None:
 @pytest.mark.parametrize("dtype", [FP16, FP8], ids=["fp16", "fp8"])
 def test_long_requests_the_same_twice_and_through_the_top_k(machine: Machine, dtype: torch.dtype) -> None:
     spec = QsaSpec(top_blocks=64)
-    inputs = machine.build(Case("long", (200,), (20_000,), spec, FP16, dtype, exact_scores=False))
+    inputs = machine.build(Case("long", (260,), (20_000,), spec, FP16, dtype, exact_scores=False))
     facts = DeviceFacts.named("rtx8000")
-    planned = sm7x_score_config(spec, 200, 1, inputs.rows.max_position, facts, 1 << 27)
+    planned = sm7x_score_config(spec, 260, 1, inputs.rows.max_position, facts, 1 << 27)
     assert planned.product_columns > 0
     paged = replace(planned, product_columns=0)
     for config in (paged, replace(paged, product_columns=1024), replace(paged, product_columns=5120)):
@@ -307,7 +307,7 @@ def test_long_requests_the_same_twice_and_through_the_top_k(machine: Machine, dt
         assert compare.same_bits(got.maxima, again.maxima)
         chosen = empty_selection(inputs.rows, spec)
         device_facts = facts_of(torch.device("cuda", 0))
-        topk(got, chosen, topk_config(spec, 200, device_facts))
+        topk(got, chosen, topk_config(spec, 260, device_facts))
         on_cpu = type(chosen)(chosen.blocks.cpu(), chosen.count.cpu())
         wanted = reference.topk(Scores(got.values.cpu(), got.visible.cpu()), spec.top_blocks)
         assert compare.same_selection(on_cpu, wanted) is None

@@ -392,11 +392,11 @@ def test_a_row_sees_no_further_than_its_run_s_bound(machine: Machine, multiplied
 @pytest.mark.parametrize("dtype", [FP16, FP8], ids=["fp16", "fp8"])
 def test_a_long_batch_twice_and_through_the_top_k(machine: Machine, dtype: torch.dtype) -> None:
     spec = QsaSpec(top_blocks=64)
-    lengths = (1, 200, 4, 160, 1), (9000, 21_000, 30_000, 28_000, 300)
+    lengths = (1, 200, 4, 160, 1), (9000, 24_000, 30_000, 28_000, 300)
     inputs = with_runs(machine.build(Case("batch", *lengths, spec, FP16, dtype, padding=(5,), exact_scores=False)))
     config = sm7x_score_config(spec, inputs.rows.count, 5, inputs.rows.max_position, RTX8000, 1 << 27)
     split = split_of(inputs.rows, 5, spec, config)
-    assert [p.stop - p.start for p in split.products] == [200, 160]
+    assert [p.stop - p.start for p in split.products] == [196, 160]  # of 200 rows, padding cuts off 4
     got = machine.scores(inputs, config)
     assert failure(got, inputs) is None
     again = machine.scores(inputs, config)
