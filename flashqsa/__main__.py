@@ -77,8 +77,8 @@ def run(
             "--preset",
             metavar="NAME",
             help="A random model instead: demo (the released model's sparse geometry, small everything else; the "
-            "default), demo-2x (two sparse layers), demo-apart (rows that share little), tiny, or released (every "
-            "layer as wide as the released model's, for a GPU).",
+            "default), demo-2x (two sparse layers), demo-apart (rows that share little), tiny, or for a GPU released "
+            "(every layer as wide as the released model's) and released-64 (with an eighth of its experts).",
         ),
     ] = None,
     layers: Annotated[

@@ -3,6 +3,8 @@
 A preset is small everywhere but in what FlashQSA computes: it keeps the released model's heads, index heads, budget,
 rotary share and theta, so its sparse layers do the real layers' work. Its tokens are the bytes of UTF-8 text.
 `released` has every layer as wide as the released model's, and as many layers as asked for, or as memory holds.
+`released-64` is the same with 64 of its 512 experts in each layer: a token still goes through ten of them, and the
+whole depth of 48 layers takes an eighth of the memory that experts fill.
 
 How much work that is depends on how much neighbouring rows share, and with purely random weights they share no more
 than chance has it. All presets but `demo-apart` therefore give every token embedding a common part, as large as makes
@@ -161,6 +163,15 @@ PRESETS: Mapping[str, Preset] = MappingProxyType(
             3.0,
             "every layer as wide as the released model's, as many as memory holds: for a GPU of 32 GiB or more",
             _RELEASED_REST,
+            fits_memory=True,
+        ),
+        "released-64": Preset(
+            _SPARSE_GEOMETRY,
+            RELEASED_HIDDEN_SIZE,
+            RELEASED_LAYERS,
+            3.0,
+            "as released with 64 of its 512 experts a layer: the same work for a token in less memory",
+            {**_RELEASED_REST, "num_experts": 64},
             fits_memory=True,
         ),
     }

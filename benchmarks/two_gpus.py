@@ -1,0 +1,253 @@
+"""A model on two GPUs of one machine: its heads split over two ranks, or its layers over two stages, beside one GPU.
+
+    python benchmarks/two_gpus.py --machine h200-x2 [--ways one,ranks,stages] [--layers 16]
+
+Writes a preset to a temporary folder once, and loads it in each way with FlashQSA on. Each prompt goes through once
+before it is timed. Results go to benchmarks/results/serving-NAME.json: times, memory, routes, a hash of the selections
+of each process, and the greedy tokens that agree with one GPU's. Needs accelerate. With `--device cpu` it is tried
+without GPUs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+from flashqsa import capture  # noqa: E402
+from flashqsa.capture import Noted  # noqa: E402
+from flashqsa.cli.bench_report import machine  # noqa: E402
+from flashqsa.cli.clocks import Stopwatch  # noqa: E402
+from flashqsa.cli.engine import Asked, generate, warm_up  # noqa: E402
+from flashqsa.cli.parts import parts_of  # noqa: E402
+from flashqsa.cli.preset_folder import write_preset  # noqa: E402
+from flashqsa.cli.presets import Place, encode_bytes  # noqa: E402
+from flashqsa.cli.prompt import builtin_text  # noqa: E402
+
+WAYS = ("one", "ranks", "ranks-plain", "stages")
+"""One GPU; two ranks with decode steps in CUDA graphs, and launched one by one; two stages."""
+
+
+class Heard:
+    """A listener: the routes that sparse attention took, its heads, and one hash of all it selected."""
+
+    def __init__(self) -> None:
+        self.routes: Counter[str] = Counter()
+        self.heads: set[tuple[int, int]] = set()
+        self.hash = hashlib.sha256()
+
+    def __call__(self, noted: Noted) -> None:
+        """Takes one call in."""
+        if noted.function != "sparse_attention":
+            return
+        self.routes[str(noted.plan.attend_decision.route)] += 1
+        self.heads.add((noted.spec.q_heads, noted.spec.kv_heads))
+        selection: Any = noted.values["selection"]
+        if selection is not None:
+            self.hash.update(selection.blocks.cpu().contiguous().numpy().tobytes())
+
+
+class Silent:
+    """Watches nothing."""
+
+    def prefilled(self, tokens: int) -> None:
+        """Some prompt tokens are done."""
+
+    def decoded(self, tokens: int) -> None:
+        """Some new tokens are done."""
+
+
+def load(way: str, folder: Path, device: str) -> tuple[Any, list[Any]]:
+    """The model in one of the ways, with FlashQSA on, and its sparse layers."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from flashqsa.integrations.transformers import enable, qsa_layers, tensor_parallel_plan
+
+    how: dict[str, Any]
+    config = AutoConfig.from_pretrained(folder)
+    if way.startswith("ranks"):
+        from transformers import DistributedConfig
+
+        how = {"distributed_config": DistributedConfig(tp_size=2, tp_plan=tensor_parallel_plan(config, 2))}
+    elif way == "stages":
+        second = {
+            f"model.layers.{index}": 1 for index in range(config.num_hidden_layers // 2, config.num_hidden_layers)
+        }
+        first = {f"model.layers.{index}": 0 for index in range(config.num_hidden_layers // 2)}
+        rest = {"model.embed_tokens": 0, "model.rotary_emb": 0, "model.hyper_connection_mixer": 1, "lm_head": 1}
+        how = {"device_map": rest | first | second}
+    else:
+        how = {"device_map": {"": device}}
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **how).eval()
+    return enable(model), list(qsa_layers(model).values())
+
+
+def measure(way: str, wanted: argparse.Namespace) -> dict[str, Any]:
+    """What this process finds: a run for each prompt length."""
+    started = time.monotonic()
+    model, layers = load(way, wanted.folder, wanted.device)
+    loaded_s, text = time.monotonic() - started, encode_bytes(builtin_text())
+    on_gpu = wanted.device == "cuda"
+    runs = []
+    for length in wanted.tokens:
+        asked = Asked(
+            text[:length], wanted.chunk, wanted.decode, fixed=way != "stages", graphs=on_gpu and way in ("one", "ranks")
+        )
+        cold_s = warm_up(model, asked)
+        produced, timing = generate(
+            model, asked, layers if way != "stages" else [], Stopwatch([], model.device), Silent()
+        )
+        heard = Heard()
+        # Once more, listened to: hashing waits for the GPU, and so has no place in what is timed.
+        with capture.listening(heard):
+            warm_up(model, asked)
+        runs.append(
+            timing.as_json()
+            | {"cold_first_token_s": cold_s, "produced": produced, "selections": heard.hash.hexdigest()}
+            | {"attention_routes": dict(heard.routes), "heads": sorted(heard.heads), "chunk": wanted.chunk}
+        )
+    return {"way": way, "loaded_s": loaded_s, "parts": parts_of(model), "machine": machine(model.device), "runs": runs}
+
+
+def child(way: str, wanted: argparse.Namespace) -> None:
+    """One process of a way: writes what it finds beside the model."""
+    rank = int(os.environ.get("RANK", "0"))
+    if way.startswith("ranks"):
+        if wanted.device == "cuda":
+            torch.cuda.set_device(rank)
+        torch.distributed.init_process_group("nccl" if wanted.device == "cuda" else "gloo")
+    found = measure(way, wanted)
+    (wanted.folder / f"{way}-{rank}.json").write_text(json.dumps(found))
+    if way.startswith("ranks"):
+        torch.distributed.barrier()
+        torch.distributed.destroy_process_group()
+
+
+def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
+    """Runs a way in processes of its own; what each of them found, nothing where they failed or took too long."""
+    ranks = 2 if way.startswith("ranks") else 1
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if ranks == 2 else []
+    tokens = ",".join(map(str, wanted.tokens))
+    options = ["--child", way, "--folder", str(wanted.folder), "--device", wanted.device, "--tokens", tokens]
+    options += ["--chunk", str(wanted.chunk), "--decode", str(wanted.decode)]
+    command = [sys.executable, *launcher, str(Path(__file__).resolve()), *options]
+    try:
+        subprocess.run(command, check=True, timeout=wanted.limit)
+    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
+        tell(f"{way}: {error}")
+        return []
+    return [json.loads((wanted.folder / f"{way}-{rank}.json").read_text()) for rank in range(ranks)]
+
+
+def together(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
+    """The results of all ways, each compared with one GPU's and rank with rank."""
+    results: dict[str, Any] = {"ways": {}}
+    alone = {run["prompt_tokens"]: run for run in found["one"][0]["runs"]} if found.get("one") else {}
+    for way, processes in found.items():
+        if not processes:
+            continue
+        first = processes[0]
+        results["machine"] = results.get("machine", first["machine"])
+        lines = []
+        for index, run in enumerate(first["runs"]):
+            others = [process["runs"][index] for process in processes[1:]]
+            produced, one = run["produced"], alone.get(run["prompt_tokens"])
+            same = None
+            if one is not None:
+                pairs = zip(produced, one["produced"], strict=True)
+                same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(produced))
+            lines.append(
+                {key: value for key, value in run.items() if key not in ("produced", "steps_ms", "step_rows")}
+                | {
+                    "ranks_select_the_same": all(run["selections"] == other["selections"] for other in others),
+                    "ranks_produce_the_same": all(produced == other["produced"] for other in others),
+                    "selects_as_one_gpu": None if one is None else run["selections"] == one["selections"],
+                    "tokens_as_one_gpu": same,
+                    "peak_extra_bytes_each": [run["peak_extra_bytes"], *(o["peak_extra_bytes"] for o in others)],
+                }
+            )
+        results["ways"][way] = {"loaded_s": first["loaded_s"], "parts": first["parts"], "runs": lines}
+    return results
+
+
+def tell(line: str) -> None:
+    """A line of progress or of the table, shown at once."""
+    sys.stdout.write(f"{line}\n")
+    sys.stdout.flush()
+
+
+def table(results: dict[str, Any]) -> str:
+    """A line per run, as Markdown."""
+    lines = [
+        "| way | tokens | time to first token | decode step | peak extra memory, each | selects the same | tokens |"
+    ]
+    lines.append("|---|---|---|---|---|---|---|")
+    for way, part in results["ways"].items():
+        for run in part["runs"]:
+            memory = ", ".join(f"{size / 2**30:.2f}" for size in run["peak_extra_bytes_each"])
+            step = "" if run["decode_step_ms"] is None else f"{run['decode_step_ms']:.2f} ms"
+            lines.append(
+                f"| {way} | {run['prompt_tokens']:,} | {run['time_to_first_token_s']:.3g} s | {step} | {memory} GiB "
+                f"| {run['ranks_select_the_same']} | {run['tokens_as_one_gpu']} of {run['new_tokens']} |"
+            )
+    return "\n".join(lines)
+
+
+def numbers(text: str) -> list[int]:
+    """Prompt lengths, as 29000,184000."""
+    return [int(part) for part in text.split(",")]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--machine", help="names the machine in the results")
+    parser.add_argument("--ways", default=",".join(WAYS))
+    parser.add_argument("--preset", default="released-64")
+    parser.add_argument("--layers", type=int, default=16)
+    parser.add_argument("--tokens", type=numbers, default=[4_000, 29_000, 184_000])
+    parser.add_argument("--chunk", type=int, default=8192)
+    parser.add_argument("--decode", type=int, default=33)
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--limit", type=float, default=240.0, help="seconds that a way may take")
+    parser.add_argument("--results", type=Path, default=HERE / "results", help="where the results go")
+    parser.add_argument("--child", help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    wanted = parser.parse_args()
+    if wanted.child:
+        child(wanted.child, wanted)
+        return
+    if not wanted.machine:
+        parser.error("--machine: wanted a name")
+    with tempfile.TemporaryDirectory() as folder:
+        wanted.folder = Path(folder)
+        dtype = torch.bfloat16 if wanted.device == "cuda" else torch.float32
+        write_preset(wanted.preset, wanted.folder, dtype, 0, Place(torch.device(wanted.device), wanted.layers))
+        if wanted.device == "cuda":
+            torch.cuda.empty_cache()
+        found: dict[str, list[dict[str, Any]]] = {}
+        for way in wanted.ways.split(","):
+            started = time.monotonic()
+            found[way] = start(way, wanted)
+            tell(f"{way}: {time.monotonic() - started:.0f} s")
+            results = {"preset": wanted.preset, "layers": wanted.layers, "decode": wanted.decode} | together(found)
+            wanted.results.mkdir(exist_ok=True, parents=True)
+            target = wanted.results / f"serving-{wanted.machine}.json"
+            target.write_text(json.dumps(results, indent=1) + "\n")
+    tell(table(results))
+
+
+if __name__ == "__main__":
+    main()
