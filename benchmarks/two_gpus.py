@@ -95,21 +95,25 @@ def load(way: str, folder: Path, device: str) -> tuple[Any, list[Any]]:
     return enable(model), list(qsa_layers(model).values())
 
 
-def measure(way: str, wanted: argparse.Namespace) -> dict[str, Any]:
-    """What this process finds: a run for each prompt length."""
+def measure(way: str, wanted: argparse.Namespace, rank: int) -> None:
+    """Writes what this process finds beside the model: a run for each prompt length."""
     started = time.monotonic()
     model, layers = load(way, wanted.folder, wanted.device)
     loaded_s, text = time.monotonic() - started, encode_bytes(builtin_text())
+    tell(f"  {way}: loaded in {loaded_s:.1f} s")
     on_gpu = wanted.device == "cuda"
-    runs = []
+    runs: list[dict[str, Any]] = []
+    found = {"way": way, "loaded_s": loaded_s, "parts": parts_of(model), "machine": machine(model.device), "runs": runs}
     for length in wanted.tokens:
         asked = Asked(
             text[:length], wanted.chunk, wanted.decode, fixed=way != "stages", graphs=on_gpu and way in ("one", "ranks")
         )
         cold_s = warm_up(model, asked)
+        tell(f"  {way}: {length:,} tokens in {cold_s:.1f} s, everything compiled in it")
         produced, timing = generate(
             model, asked, layers if way != "stages" else [], Stopwatch([], model.device), Silent()
         )
+        tell(f"  {way}: {length:,} tokens in {timing.first_token_s:.2f} s, then {timing.decode_s:.2f} s of steps")
         heard = Heard()
         # Once more, listened to: hashing waits for the GPU, and so has no place in what is timed.
         with capture.listening(heard):
@@ -119,25 +123,25 @@ def measure(way: str, wanted: argparse.Namespace) -> dict[str, Any]:
             | {"cold_first_token_s": cold_s, "produced": produced, "selections": heard.hash.hexdigest()}
             | {"attention_routes": dict(heard.routes), "heads": sorted(heard.heads), "chunk": wanted.chunk}
         )
-    return {"way": way, "loaded_s": loaded_s, "parts": parts_of(model), "machine": machine(model.device), "runs": runs}
+        # What is done is kept, whatever becomes of the next length.
+        (wanted.folder / f"{way}-{rank}.json").write_text(json.dumps(found))
 
 
 def child(way: str, wanted: argparse.Namespace) -> None:
-    """One process of a way: writes what it finds beside the model."""
+    """One process of a way."""
     rank = int(os.environ.get("RANK", "0"))
     if way.startswith("ranks"):
         if wanted.device == "cuda":
             torch.cuda.set_device(rank)
         torch.distributed.init_process_group("nccl" if wanted.device == "cuda" else "gloo")
-    found = measure(way, wanted)
-    (wanted.folder / f"{way}-{rank}.json").write_text(json.dumps(found))
+    measure(way, wanted, rank)
     if way.startswith("ranks"):
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
 
 
 def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
-    """Runs a way in processes of its own; what each of them found, nothing where they failed or took too long."""
+    """Runs a way in processes of its own; what each of them found before it failed or took too long."""
     ranks = 2 if way.startswith("ranks") else 1
     launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"] if ranks == 2 else []
     tokens = ",".join(map(str, wanted.tokens))
@@ -148,8 +152,11 @@ def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
         subprocess.run(command, check=True, timeout=wanted.limit)
     except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
         tell(f"{way}: {error}")
-        return []
-    return [json.loads((wanted.folder / f"{way}-{rank}.json").read_text()) for rank in range(ranks)]
+    written = [wanted.folder / f"{way}-{rank}.json" for rank in range(ranks)]
+    found = [json.loads(path.read_text()) for path in written if path.exists()]
+    # A rank that was stopped may be a length behind the other.
+    shortest = min((len(process["runs"]) for process in found), default=0) if len(found) == ranks else 0
+    return [process | {"runs": process["runs"][:shortest]} for process in found] if shortest else []
 
 
 def together(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
@@ -221,7 +228,7 @@ def main() -> None:
     parser.add_argument("--chunk", type=int, default=8192)
     parser.add_argument("--decode", type=int, default=33)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--limit", type=float, default=240.0, help="seconds that a way may take")
+    parser.add_argument("--limit", type=float, default=600.0, help="seconds that a way may take")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where the results go")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
