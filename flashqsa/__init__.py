@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from flashqsa.merge import merge_lse
     from flashqsa.pipeline import (
         plan_batch,
+        prepare,
         qsa_attention,
         select_blocks,
         sparse_attention,
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
     from flashqsa.plan import Plan
     from flashqsa.route import Call, Decision, NoRouteError, Route, choose_route
     from flashqsa.support import Support, device_supported
-    from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Run, Scores, Selection
+    from flashqsa.values import IndexCache, KvCache, Projected, QsaSpec, Rows, Run, Scores, Selection
 
 _HOMES = {
     "Call": "route",
@@ -38,6 +39,7 @@ _HOMES = {
     "KvCache": "values",
     "NoRouteError": "route",
     "Plan": "plan",
+    "Projected": "values",
     "QsaSpec": "values",
     "Route": "route",
     "Rows": "values",
@@ -49,6 +51,7 @@ _HOMES = {
     "device_supported": "support",
     "merge_lse": "merge",
     "plan_batch": "pipeline",
+    "prepare": "pipeline",
     "qsa_attention": "pipeline",
     "select_blocks": "pipeline",
     "sparse_attention": "pipeline",
@@ -66,6 +69,7 @@ __all__ = [
     "KvCache",
     "NoRouteError",
     "Plan",
+    "Projected",
     "QsaSpec",
     "Route",
     "Rows",
@@ -78,6 +82,7 @@ __all__ = [
     "device_supported",
     "merge_lse",
     "plan_batch",
+    "prepare",
     "qsa_attention",
     "select_blocks",
     "sparse_attention",

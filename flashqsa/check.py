@@ -23,6 +23,7 @@ from flashqsa.values import (
     MAX_TOP_BLOCKS,
     IndexCache,
     KvCache,
+    Projected,
     QsaSpec,
     Rows,
     Run,
@@ -137,6 +138,13 @@ def device_of_rows(rows: Rows) -> torch.device:
     if not isinstance(rows, Rows):
         raise InputError("rows", "a Rows", type(rows).__name__)
     return device_of("rows.request", rows.request)
+
+
+def device_of_projected(projected: Projected) -> torch.device:
+    """The device of a call that has projections instead of queries."""
+    if not isinstance(projected, Projected):
+        raise InputError("projected", "a Projected", type(projected).__name__)
+    return device_of("projected.q", projected.q)
 
 
 def check_any_cache(kv_cache: KvCache | None, index_cache: IndexCache | None) -> KvCache | IndexCache:
@@ -455,8 +463,65 @@ def check_raw_keys(
     _tensor("sin", sin, ("rows", "rotary_dim"), (cos.dtype,), device, tuple(cos.shape))
     if cos.shape[1] % 2 or cos.shape[1] > spec.index_dim:
         raise InputError("cos", f"an even rotary_dim, at most index_dim = {spec.index_dim}", cos.shape[1])
+    _epsilon("eps", eps)
+
+
+def _epsilon(argument: str, eps: object) -> None:
     if not isinstance(eps, float) or not math.isfinite(eps) or eps < 0:
-        raise InputError("eps", "a finite float of at least 0", repr(eps))
+        raise InputError(argument, "a finite float of at least 0", repr(eps))
+
+
+def check_projected(
+    projected: Projected, kv_cache: KvCache, index_cache: IndexCache, rows: Rows, spec: QsaSpec
+) -> Projected:
+    """What a layer's projections give, one row each, beside the caches that it goes to, which were checked."""
+    device, count, ring = rows.request.device, rows.count, index_cache.raw_keys
+    heads, index_heads = ("rows", "q_heads", "head_dim"), ("rows", "index_heads", "index_dim")
+    kv_heads, kv_shape = ("rows", "kv_heads", "head_dim"), (count, spec.kv_heads, spec.head_dim)
+    q = _tensor("projected.q", projected.q, heads, FLOATS, device, (count, spec.q_heads, spec.head_dim))
+    _tensor("projected.keys", projected.keys, kv_heads, (q.dtype,), device, kv_shape)
+    _tensor("projected.values", projected.values, kv_heads, (q.dtype,), device, kv_shape)
+    index_shape = (count, spec.index_heads, spec.index_dim)
+    _tensor("projected.index_q", projected.index_q, index_heads, (q.dtype,), device, index_shape)
+    _tensor(
+        "projected.raw_keys", projected.raw_keys, ("rows", "index_dim"), (q.dtype,), device, (count, spec.index_dim)
+    )
+    if ring is None:
+        raise InputError("index_cache.raw_keys", "a ring of raw keys [requests, ring_tokens, index_dim]", "none")
+    for name, held, dtypes in (
+        ("kv_cache.keys", kv_cache.keys, (q.dtype, FP8)),
+        ("index_cache.keys", index_cache.keys, (q.dtype, FP8)),
+        ("index_cache.raw_keys", ring, (q.dtype,)),
+    ):
+        if held.dtype not in dtypes:
+            raise InputError(name, f"dtype {' or '.join(map(_name, dtypes))}, as projected.q has", _name(held.dtype))
+    weights: Sequence[torch.dtype] = FLOATS
+    for name, dim in (("q", "head_dim"), ("k", "head_dim"), ("index_q", "index_dim"), ("index_k", "index_dim")):
+        argument = f"projected.{name}_norm"
+        weight = getattr(projected, f"{name}_norm")
+        weights = (_tensor(argument, weight, (dim,), weights, device, (getattr(spec, dim),)).dtype,)
+    _check_angles(projected, index_cache, ring, rows, spec)
+    _epsilon("projected.eps", projected.eps)
+    check_requests(index_cache, kv_cache)
+    return projected
+
+
+def _check_angles(projected: Projected, cache: IndexCache, ring: Tensor, rows: Rows, spec: QsaSpec) -> None:
+    """Rotary angles by row, where those of blocks' first tokens are kept, or by position."""
+    device, kept = rows.request.device, projected.first_angles
+    by_row = kept is not None
+    dims = ["rows" if by_row else "positions", "rotary_dim / 2"]
+    cos = _tensor("projected.cos", projected.cos, dims, FLOATS, device, (rows.count if by_row else None, None))
+    _tensor("projected.sin", projected.sin, dims, (cos.dtype,), device, tuple(cos.shape))
+    if 2 * cos.shape[1] > min(spec.head_dim, spec.index_dim):
+        wanted = f"a rotary_dim of at most head_dim = {spec.head_dim} and index_dim = {spec.index_dim}"
+        raise InputError("projected.cos", wanted, 2 * cos.shape[1])
+    if not by_row and cos.shape[0] <= rows.max_position:
+        raise InputError("projected.cos", f"angles of positions up to {rows.max_position}", f"{cos.shape[0]} of them")
+    if by_row:
+        dims = ["requests", "ring_tokens / block_tokens", "2", "rotary_dim / 2"]
+        shape = (cache.requests, ring.shape[1] // spec.block_tokens, 2, cos.shape[1])
+        _tensor("projected.first_angles", kept, dims, (cos.dtype,), device, shape)
 
 
 def check_q_dtype(dtype: torch.dtype | None) -> torch.dtype | None:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from flashqsa import pipeline
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows, Run, Selection
+from flashqsa.values import IndexCache, KvCache, Projected, QsaSpec, Rows, Run, Selection
 
 
 def pack_spec(spec: QsaSpec) -> list[int]:
@@ -214,3 +214,48 @@ def write_kv(
         Rows(request, position, max_position),
         QsaSpec(*spec),
     )
+
+
+@torch.library.custom_op("flashqsa::prepare", mutates_args=("first_angles", "keys", "values", "index_keys", "raw_ring"))
+def prepare(
+    q: Tensor,
+    new_keys: Tensor,
+    new_values: Tensor,
+    index_q: Tensor,
+    raw_keys: Tensor,
+    q_norm: Tensor,
+    k_norm: Tensor,
+    index_q_norm: Tensor,
+    index_k_norm: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    first_angles: Tensor | None,
+    eps: float,
+    keys: Tensor,
+    values: Tensor,
+    page_table: Tensor,
+    k_scale: Tensor | None,
+    v_scale: Tensor | None,
+    index_keys: Tensor,
+    index_page_table: Tensor,
+    index_scale: float | None,
+    raw_ring: Tensor,
+    request: Tensor,
+    position: Tensor,
+    max_position: int,
+    spec: Sequence[int],
+) -> tuple[Tensor, Tensor]:
+    """`pipeline.prepare`: the fields of `Projected`, then of the caches; returns q and index_q."""
+    norms = (q_norm, k_norm, index_q_norm, index_k_norm)
+    return pipeline.prepare(
+        Projected(q, new_keys, new_values, index_q, raw_keys, *norms, cos, sin, first_angles, eps),
+        KvCache(keys, values, page_table, _scale(k_scale, QsaSpec(*spec)), _scale(v_scale, QsaSpec(*spec))),
+        IndexCache(index_keys, index_page_table, index_scale, raw_ring),
+        Rows(request, position, max_position),
+        QsaSpec(*spec),
+    )
+
+
+@prepare.register_fake
+def _(q: Tensor, _keys: Tensor, _values: Tensor, index_q: Tensor, *_rest: object) -> tuple[Tensor, Tensor]:
+    return q.new_empty(q.shape), index_q.new_empty(index_q.shape)

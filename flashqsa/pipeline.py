@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from importlib import import_module
 from types import ModuleType
@@ -15,9 +16,10 @@ from flashqsa.device import DeviceFacts
 from flashqsa.kernels import cpu
 from flashqsa.machine import facts_here
 from flashqsa.plan import STAGES, Plan, make_plan
+from flashqsa.reference.prepare import prepare_projected
 from flashqsa.route import Call, Route, Stage, announce
 from flashqsa.select_shape import begins_aligned
-from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows, Selection
+from flashqsa.values import FP8, IndexCache, KvCache, Projected, QsaSpec, Rows, Selection
 
 KERNEL_SETS: dict[str, ModuleType] = {"cpu": cpu}
 """The kernel sets that were used so far, by name."""
@@ -297,6 +299,41 @@ def write_kv(
     kernels.write_kv(keys, values, kv_cache, rows, *capability)
 
 
+def prepare(
+    projected: Projected,
+    kv_cache: KvCache,
+    index_cache: IndexCache,
+    rows: Rows,
+    spec: QsaSpec,
+    *,
+    check_values: bool | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Everything between a layer's projections and its attention: on a GPU one launch.
+
+    projected   what the projections gave, norm weights and angles; its dtype is that of the ring and of the caches,
+                where these are not FP8
+
+    Applies norm and rotary to queries, index queries and keys, and does what `write_kv` and `write_index_keys` do with
+    keys, values and raw keys. Each step rounds as Transformers' layer rounds it (docs/kernels/prepare.md). Returns q
+    [rows, q_heads, head_dim] and index_q [rows, index_heads, index_dim] for `qsa_attention`, in fresh memory without
+    gaps; those of padding are undefined. Rows of one request must be consecutive tokens. `index_cache.raw_keys` is
+    required. Writes in place: the caches, the ring and `first_angles`. For inference: no gradient is recorded. Raises
+    InputError.
+    """
+    check.check_spec(spec)
+    device = check.device_of_projected(projected)
+    check.check_rows(rows, device)
+    check.check_kv_cache(kv_cache, spec, device, rows.max_position)
+    check.check_index_cache(index_cache, spec, device, rows.max_position)
+    check.check_projected(projected, kv_cache, index_cache, rows, spec)
+    if check.wants_value_checks(check_values, device):
+        check.check_row_values(rows, index_cache.requests, consecutive=True)
+        check.check_table_values("kv_cache", kv_cache.page_table, kv_cache.keys.shape[0])
+        check.check_table_values("index_cache", index_cache.page_table, index_cache.keys.shape[0])
+    function, capability = _preparing_function(facts_here(device))
+    return function(projected, kv_cache, index_cache, rows, spec, *capability)
+
+
 def _check_index_call(
     index_q: Tensor, index_cache: IndexCache, rows: Rows, spec: QsaSpec, check_values: bool | None
 ) -> None:
@@ -413,3 +450,16 @@ def _writing_kernels(facts: DeviceFacts) -> tuple[ModuleType, tuple[tuple[int, i
     """
     kernels = next((kernel_set(name) for name in WRITING_SETS if name in facts.kernel_sets), reference)
     return kernels, () if facts.capability is None or kernels is reference else (facts.capability,)
+
+
+def _preparing_function(
+    facts: DeviceFacts,
+) -> tuple[Callable[..., tuple[Tensor, Tensor]], tuple[tuple[int, int], ...]]:
+    """The function that prepares on a device: as for writing, it has one way and needs no route.
+
+    GPUs of every kind have the same, and whatever writes their caches prepares too.
+    """
+    kernels, capability = _writing_kernels(facts)
+    if kernels is reference:
+        return prepare_projected, ()
+    return (kernel_set("nvrtc") if capability else kernels).prepare, capability

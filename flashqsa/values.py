@@ -351,8 +351,8 @@ class IndexCache:
                   at `b % page_blocks`. An entry of -1 is a hole: its blocks score -inf and are never selected.
     scale         what stored FP8 numbers are multiplied by, a float; None for other dtypes
     raw_keys      [requests, ring_tokens, index_dim], the latest raw keys (before pooling), token t at
-                  `t % ring_tokens`; a multiple of block_tokens. Needed by `write_index_keys` only: the block that a
-                  call completes may have begun in an earlier call. A ring of n tokens lets the last
+                  `t % ring_tokens`; a multiple of block_tokens. Needed where index keys are written: the block that
+                  a call completes may have begun in an earlier call. A ring of n tokens lets the last
                   n - block_tokens + 1 tokens be taken back.
 
     >>> cache = IndexCache(torch.zeros(3, 16, 128), torch.tensor([[2, 0]], dtype=torch.int32))
@@ -382,6 +382,40 @@ class IndexCache:
 
     def __repr__(self) -> str:
         return f"IndexCache(keys={_describe(self.keys)}, page_table={_describe(self.page_table)})"
+
+
+@dataclass(frozen=True)
+class Projected:
+    """What a layer's projections give for some rows, and the norms and rotary angles that `prepare` applies to it.
+
+    q, keys, values    [rows, q_heads, head_dim], and two of [rows, kv_heads, head_dim]; last strides are 1
+    index_q, raw_keys  [rows, index_heads, index_dim], [rows, index_dim]; all five in one dtype, FP32, FP16 or BF16
+    *_norm, eps        [head_dim] or [index_dim], in one dtype, of RMS norms: x is multiplied by 1 + weight
+    cos, sin           [positions, half], more of them than `Rows.max_position`; with `first_angles` [rows, half].
+                       Dimensions j and j + half rotate together by angle j; half is rotary_dim / 2.
+    first_angles       [requests, ring_tokens / block_tokens, 2, half]: a ring of cos and sin of blocks' first tokens
+
+    >>> x, weight, turn = torch.zeros(5, 2, 256), torch.zeros(256), torch.ones(4096, 32)
+    >>> Projected(x, x, x, x[..., :8], x[:, 0, :8], weight, weight, weight[:8], weight[:8], turn, turn)
+    Projected(q=float32[5, 2, 256], cos=float32[4096, 32])
+    """
+
+    q: Tensor
+    keys: Tensor
+    values: Tensor
+    index_q: Tensor
+    raw_keys: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    index_q_norm: Tensor
+    index_k_norm: Tensor
+    cos: Tensor
+    sin: Tensor
+    first_angles: Tensor | None = None
+    eps: float = 1e-6
+
+    def __repr__(self) -> str:
+        return f"Projected(q={_describe(self.q)}, cos={_describe(self.cos)})"
 
 
 @dataclass(frozen=True)
@@ -555,6 +589,7 @@ __all__ = [
     "IndexCache",
     "KvCache",
     "Partial",
+    "Projected",
     "QsaSpec",
     "Rows",
     "Run",

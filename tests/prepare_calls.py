@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from flashqsa import ops
 from flashqsa.kernels.cpu.prepare import prepare as cpu_prepare
 from flashqsa.kernels.nvrtc.prepare import prepare
 from flashqsa.testing import compare, nasty
 from flashqsa.testing.inputs import kv_pool
-from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
+from flashqsa.values import FP8, IndexCache, KvCache, Projected, QsaSpec, Rows
 from tests.nvrtc_emulate import Machine, copied, same_memory
 
 EPS = 1e-6
+SPEC = QsaSpec(q_heads=3, kv_heads=1, head_dim=48, index_heads=2, index_dim=32)
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,18 @@ def poisoned_memory() -> Iterator[None]:
         torch.use_deterministic_algorithms(False)
 
 
+def projected(
+    layer: Layer, fused: Tensor, weights: Sequence[Tensor], angles: Tensor, first_angles: Tensor | None
+) -> Projected:
+    """What a call takes beside its caches: views of projected rows, and of angles [rows or positions, 2, half]."""
+    q, keys, values, index_q, raw_keys = layer.parts(fused)
+    q_norm, k_norm, index_q_norm, index_k_norm = weights
+    cos, sin = angles.unbind(1)
+    return Projected(
+        q, keys, values, index_q, raw_keys, q_norm, k_norm, index_q_norm, index_k_norm, cos, sin, first_angles, EPS
+    )
+
+
 def run(
     function: Callable[..., tuple[Tensor, Tensor]],
     layer: Layer,
@@ -222,14 +236,12 @@ def run(
     device: torch.device | str = "cpu",
     *last: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Calls one of the `prepare` functions; `last` is what comes after `eps`."""
+    """Calls one of the `prepare` functions; `last` is what comes after `spec`."""
     # One copy for all views: they share memory, as a fused projection's do.
     fused, angles = copied(device, call.fused, call.angles if layer.table is None else layer.table)
-    weights = copied(device, *layer.weights)
+    new = projected(layer, fused, copied(device, *layer.weights), angles, state.first_angles)
     rows = replace(call.rows, request=call.rows.request.to(device), position=call.rows.position.to(device))
-    caches = (state.kv_cache, state.index_cache)
-    table = (angles[:, 0], angles[:, 1], state.first_angles)
-    return function(*layer.parts(fused), *caches, rows, layer.spec, *weights, *table, EPS, *last)
+    return function(new, state.kv_cache, state.index_cache, rows, layer.spec, *last)
 
 
 def run_both(machine: Machine, layer: Layer, calls: list[Call], state: State) -> State:
@@ -249,3 +261,99 @@ def run_both(machine: Machine, layer: Layer, calls: list[Call], state: State) ->
         for name, memory in ours.memory.items():
             assert same_memory(memory, state.memory[name]), name
     return ours
+
+
+# The public call.
+
+
+def arguments_of(by_position: bool, cache_dtype: torch.dtype = torch.float32) -> dict[str, Any]:
+    """Arguments that the public call takes: 14 rows of two requests and 2 of padding, all in FP32 but the caches."""
+    layer = layer_of((14, 9), SPEC, torch.float32, 16, by_position=by_position)
+    state = state_of(layer, 8, kv_dtype=cache_dtype, index_dtype=cache_dtype)
+    call = call_of(layer, [(1, 0, 5), (0, 0, 9)])
+    padding = torch.full((2,), -1, dtype=torch.int32)
+    rows = Rows(torch.cat([call.rows.request, padding]), torch.cat([call.rows.position, padding]), 8)
+    fused, angles = (torch.cat([part, part.new_zeros(2, *part.shape[1:])]) for part in (call.fused, call.angles))
+    angles = angles if layer.table is None else layer.table
+    return {
+        "projected": projected(layer, fused, layer.weights, angles, state.first_angles),
+        "kv_cache": state.kv_cache,
+        "index_cache": state.index_cache,
+        "rows": rows,
+        "spec": layer.spec,
+    }
+
+
+def operands_of(given: dict[str, Any]) -> tuple[Any, ...]:
+    """The operator's operands for arguments of the public call."""
+    new, kv, index, rows = given["projected"], given["kv_cache"], given["index_cache"], given["rows"]
+    parts = [getattr(new, field.name) for field in fields(new)]
+    scales = [None if scale is None else torch.as_tensor(scale).view(-1) for scale in (kv.k_scale, kv.v_scale)]
+    caches = (kv.keys, kv.values, kv.page_table, *scales, index.keys, index.page_table, index.scale, index.raw_keys)
+    return (*parts, *caches, rows.request, rows.position, rows.max_position, ops.pack_spec(given["spec"]))
+
+
+@dataclass(frozen=True)
+class Wrong:
+    """One argument of the public call, or one field of one, changed so that it is refused.
+
+    path      the argument (`rows`), or a field of one (`rows.position`)
+    wanted    how the refusal goes on after "wanted"
+    argument  what the refusal names, where that is not `path`
+    """
+
+    path: str
+    change: Callable[[Any], Any]
+    wanted: str
+    argument: str | None = None
+
+    def among(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The arguments with this one changed."""
+        name, _, field = self.path.partition(".")
+        value = given[name]
+        changed = replace(value, **{field: self.change(getattr(value, field))}) if field else self.change(value)
+        return {**given, name: changed}
+
+
+ANGLES, KEPT = "[rows, rotary_dim / 2]", "[requests, ring_tokens / block_tokens, 2, rotary_dim / 2]"
+WRONG = (
+    Wrong("projected", lambda _: None, "a Projected; got NoneType"),
+    Wrong("projected.q", lambda _: 1.0, "a tensor; got float"),
+    Wrong("projected.q", lambda t: t[:-1], "shape [rows, q_heads, head_dim] = [16, 3, 48]; got [15, 3, 48]"),
+    Wrong("projected.q", lambda t: t[:, 0], "3 dimensions [rows, q_heads, head_dim]; got 2: [16, 48]"),
+    Wrong("projected.q", lambda t: t.double(), "dtype float32 or float16 or bfloat16; got float64"),
+    Wrong("projected.keys", lambda t: t.half(), "dtype float32; got float16"),
+    Wrong(
+        "projected.keys", lambda t: t.expand(-1, 2, -1), "shape [rows, kv_heads, head_dim] = [16, 1, 48]; got [16, 2"
+    ),
+    Wrong("projected.values", lambda t: t.repeat_interleave(2, 2)[..., ::2], "a last stride of 1 in [rows, kv_heads,"),
+    Wrong(
+        "projected.index_q", lambda t: t[:, :1], "shape [rows, index_heads, index_dim] = [16, 2, 32]; got [16, 1, 32]"
+    ),
+    Wrong("projected.raw_keys", lambda t: t[:, None], "2 dimensions [rows, index_dim]; got 3"),
+    Wrong("projected.raw_keys", lambda t: t.bfloat16(), "dtype float32; got bfloat16"),
+    Wrong("projected.q_norm", lambda t: t[1:], "shape [head_dim] = [48]; got [47]"),
+    Wrong("projected.q_norm", lambda t: t.to(FP8), "dtype float32 or float16 or bfloat16; got float8_e4m3fn"),
+    Wrong("projected.k_norm", lambda t: t.half(), "dtype float32; got float16"),
+    Wrong("projected.index_q_norm", lambda t: t[None], "1 dimensions [index_dim]; got 2"),
+    Wrong("projected.index_k_norm", lambda t: t[1:], "shape [index_dim] = [32]; got [31]"),
+    Wrong("projected.cos", lambda t: t[:-1], f"shape {ANGLES} = [16, rotary_dim / 2]; got [15, 8]"),
+    Wrong("projected.sin", lambda t: t.half(), "dtype float32; got float16"),
+    Wrong("projected.sin", lambda t: t[:, 1:], f"shape {ANGLES} = [16, 8]; got [16, 7]"),
+    Wrong("projected.first_angles", lambda t: t[:, 1:], f"shape {KEPT} = [2, 2, 2, 8]; got [2, 1, 2, 8]"),
+    Wrong("projected.first_angles", lambda t: t.half(), "dtype float32; got float16"),
+    Wrong("projected.eps", lambda _: float("nan"), "a finite float of at least 0; got nan"),
+    Wrong("projected.eps", lambda _: -1.0, "a finite float of at least 0; got -1.0"),
+    Wrong("index_cache.raw_keys", lambda _: None, "a ring of raw keys [requests, ring_tokens, index_dim]; got none"),
+    Wrong("index_cache.raw_keys", lambda t: t.half(), "dtype float32, as projected.q has; got float16"),
+    Wrong("index_cache.keys", lambda t: t.half(), "dtype float32 or float8_e4m3fn, as projected.q has; got float16"),
+    Wrong("spec", lambda s: replace(s, q_heads=0), "a whole number of at least 1; got 0", "spec.q_heads"),
+    Wrong("rows", lambda _: 3, "a Rows; got int"),
+    Wrong("rows.max_position", lambda _: 99, "pages for positions up to 99", "kv_cache.page_table"),
+    Wrong("rows.position", lambda t: t + (t == 3).int(), "consecutive positions within a request; got"),
+    Wrong("rows.request", lambda t: t + 2 * (t == 1).int(), "ids below 2; got 3"),
+    Wrong("kv_cache.page_table", lambda t: t[:1], "2 requests, as index_cache has; got 1"),
+    Wrong("kv_cache.page_table", lambda t: t + 90, "-1 or page ids below"),
+    Wrong("index_cache.page_table", lambda t: t + 90, "-1 or page ids below"),
+)
+"""Of `arguments_of(by_position=False)`."""

@@ -150,7 +150,7 @@ def test_a_compiler_that_is_here_comes_before_entries_of_others(libraries: list[
 def test_newer_architectures_have_their_shared_kernels(archs: str, libraries: list[Nvrtc]) -> None:
     (capability,) = command.parse_archs(archs)
     names = {source.name for source in command.sources_for(capability)}
-    shared = {"everything.cu", "worklist.cu", "write.cu", "topk.cu", "products.cu"}
+    shared = {"everything.cu", "worklist.cu", "write.cu", "topk.cu", "products.cu", "prepare.cu"}
     own = {"attend.cu", "decode.cu", "score.cu", "survivors.cu", "rescore.cu"}
     assert names == (shared | own if capability == HOPPER else shared)
 

@@ -230,7 +230,8 @@ def test_bad_input_is_one_line(arguments: list[str], message: str) -> None:
 
 
 def test_an_unknown_preset_is_told_the_known_ones() -> None:
-    refused(invoke("run", "--preset", "huge"), "wanted one of demo, demo-2x, demo-apart, tiny, released; got 'huge'")
+    known = "demo, demo-2x, demo-apart, tiny, released, released-64"
+    refused(invoke("run", "--preset", "huge"), f"wanted one of {known}; got 'huge'")
 
 
 def test_an_empty_prompt_is_refused(tmp_path: Path) -> None:

@@ -7,7 +7,10 @@ import torch
 
 import flashqsa
 from flashqsa import capture, ops
+from flashqsa.testing import compare
 from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
+from tests.nvrtc_emulate import same_memory
+from tests.prepare_calls import arguments_of, operands_of
 
 SPEC = QsaSpec(q_heads=6, kv_heads=2, head_dim=64, index_heads=2, index_dim=32, top_blocks=4)
 
@@ -131,3 +134,33 @@ def test_one_graph_under_compile():
         tensor.copy_(kept)
     found = torch.compile(step, backend="aot_eager", fullgraph=True)(index_q, q, gate)
     assert torch.equal(found, wanted)
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8], ids=str)
+def test_prepare_does_what_the_call_does(by_position, cache_dtype):
+    ours, theirs = (arguments_of(by_position, cache_dtype) for _ in range(2))
+    got, wanted = ops.prepare(*operands_of(ours)), flashqsa.prepare(**theirs)
+    assert all(compare.same_bits(mine, other) for mine, other in zip(got, wanted, strict=True))
+    assert same_memory(ours["kv_cache"].keys, theirs["kv_cache"].keys)
+    if cache_dtype != FP8:
+        # The checks compare what an operator writes, which torch cannot do in FP8.
+        torch.library.opcheck(ops.prepare, operands_of(ours))
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+def test_prepare_compiles_to_one_node_and_writes_the_caches(by_position):
+    def step(*operands):
+        q, index_q = ops.prepare(*operands)
+        return q.flatten(1).sum(1) + index_q.flatten(1).sum(1)
+
+    ours, theirs = arguments_of(by_position), arguments_of(by_position)
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    with torch.no_grad():
+        assert torch.equal(compiled(*operands_of(ours)), step(*operands_of(theirs)))
+    for name in ("kv_cache", "index_cache"):
+        assert same_memory(ours[name].keys, theirs[name].keys)
+        assert bool(ours[name].keys.isfinite().any())
+    if not by_position:
+        assert same_memory(ours["projected"].first_angles, theirs["projected"].first_angles)

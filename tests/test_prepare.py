@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import flashqsa
+from flashqsa import pipeline
+from flashqsa.cli.build import sources_for
+from flashqsa.device import KNOWN_DEVICES, facts_of
 from flashqsa.kernels import nvrtc
 from flashqsa.kernels.cpu.prepare import prepare as cpu_prepare
 from flashqsa.kernels.cpu.prepare import rms_norm, rotate, sum_of_squares
-from flashqsa.kernels.nvrtc import NvrtcNotFoundError, compile_source
-from flashqsa.kernels.nvrtc.prepare import FEW_ROWS, prepare, prepare_kernel
-from flashqsa.reference.prepare import prepare as reference_prepare
+from flashqsa.kernels.nvrtc import Kernel, NvrtcNotFoundError, Source, compile_source
+from flashqsa.kernels.nvrtc.prepare import FEW_ROWS, Variant, prepare, prepare_kernel
+from flashqsa.reference.prepare import prepare_projected
 from flashqsa.testing import compare
 from flashqsa.testing.inputs import filled
 from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
 from tests.nvrtc_emulate import MACHINES, Machine, copied, machine_named, same_memory
-from tests.prepare_calls import EPS, call_of, layer_of, random_calls, run, run_both, state_of
+from tests.prepare_calls import (
+    EPS,
+    SPEC,
+    WRONG,
+    Wrong,
+    arguments_of,
+    call_of,
+    layer_of,
+    operands_of,
+    projected,
+    random_calls,
+    run,
+    run_both,
+    state_of,
+)
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
-SPEC = QsaSpec(q_heads=3, kv_heads=1, head_dim=48, index_heads=2, index_dim=32)
 RELEASED = QsaSpec()
 MOST = torch.iinfo(torch.int32).max
 LONG_PADDING = 300
@@ -279,7 +298,7 @@ def test_the_cpu_kernels_are_near_the_reference(
     # A norm's last bit may decide a rounding, and that one those of the rotary's products and their sum.
     unit = torch.finfo(dtype).eps if cache_dtype != FP8 else 2.0**-3
     for call in random_calls(layer, 5, most=13):
-        ours, exact = run(cpu_prepare, layer, call, got), run(reference_prepare, layer, call, wanted)
+        ours, exact = run(cpu_prepare, layer, call, got), run(prepare_projected, layer, call, wanted)
         live = call.rows.live & (call.rows.position <= call.rows.max_position)
         for mine, theirs in zip(ours, exact, strict=True):
             near(mine[live].float(), theirs[live].float(), torch.finfo(dtype).eps)
@@ -326,7 +345,152 @@ def test_squares_are_summed_by_lane_then_across_lanes(dim: int) -> None:
         assert float(sum_of_squares(row[None])) == float(lanes[0])
 
 
+# The public call.
+
+
+@pytest.mark.parametrize("by_position", [False, True])
+@pytest.mark.parametrize("cache_dtype", [torch.float32, FP8], ids=str)
+def test_the_public_call_does_what_the_cpu_kernels_do(by_position: bool, cache_dtype: torch.dtype) -> None:
+    ours, theirs = (arguments_of(by_position, cache_dtype) for _ in range(2))
+    got, wanted = flashqsa.prepare(**ours), cpu_prepare(**theirs)
+    assert all(compare.same_bits(mine, other) for mine, other in zip(got, wanted, strict=True))
+    written = [
+        (each["kv_cache"].keys, each["kv_cache"].values, each["index_cache"].keys, each["index_cache"].raw_keys)
+        for each in (ours, theirs)
+    ]
+    for mine, other in zip(*written, strict=True):
+        assert same_memory(mine, other)
+        assert bool(mine.float().isfinite().any())
+
+
+def test_where_no_kernels_are_the_reference_prepares(monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = replace(facts_of(torch.device("cpu")), kernel_sets=frozenset({"reference"}))
+    monkeypatch.setattr(pipeline, "facts_here", lambda _: bare)
+    ours, theirs = arguments_of(False), arguments_of(False)
+    got, wanted = flashqsa.prepare(**ours), prepare_projected(**theirs)
+    assert all(compare.same_bits(mine, other) for mine, other in zip(got, wanted, strict=True))
+
+
+@pytest.mark.parametrize("name", [n for n, facts in KNOWN_DEVICES.items() if facts.capability is not None])
+def test_every_gpu_prepares_with_the_one_kernel(name: str) -> None:
+    facts = KNOWN_DEVICES[name]
+    if facts.kernel_sets >= {"smxx"}:
+        pytest.importorskip("triton", reason="the folder of the GPU's kernels imports it")
+    assert pipeline._preparing_function(facts) == (prepare, (facts.capability,))
+
+
+def test_no_gradient_is_recorded() -> None:
+    for prepares in (flashqsa.prepare, prepare_projected):
+        given = arguments_of(False)
+        leaves = {n: getattr(given["projected"], n).clone().requires_grad_() for n in ("q", "keys", "q_norm", "cos")}
+        given["projected"] = replace(given["projected"], **leaves)
+        results = (*prepares(**given), given["kv_cache"].keys, given["projected"].first_angles)
+        assert not any(result.requires_grad for result in results)
+
+
+@pytest.mark.parametrize("wrong", WRONG, ids=[f"{wrong.path}-{i}" for i, wrong in enumerate(WRONG)])
+def test_what_it_cannot_take_is_refused_by_name_and_nothing_is_done(wrong: Wrong) -> None:
+    given = arguments_of(False)
+    memory = [given["kv_cache"].keys, given["index_cache"].keys, given["projected"].first_angles]
+    before = [tensor.clone() for tensor in memory]
+    with pytest.raises(flashqsa.InputError) as caught:
+        flashqsa.prepare(**wrong.among(given))
+    assert caught.value.argument == (wrong.argument or wrong.path)
+    assert str(caught.value).startswith(f"{caught.value.argument}: wanted {wrong.wanted}")
+    assert all(compare.same_bits(tensor, kept) for tensor, kept in zip(memory, before, strict=True))
+
+
+def test_angles_and_caches_that_do_not_fit_are_refused() -> None:
+    given = arguments_of(by_position=True)
+    new = given["projected"]
+    short = replace(new, cos=new.cos[:8], sin=new.sin[:8])
+    with pytest.raises(flashqsa.InputError, match=r"projected\.cos: wanted angles of positions up to 8; got 8 of them"):
+        flashqsa.prepare(**{**given, "projected": short})
+    flashqsa.prepare(**{**given, "projected": replace(new, cos=new.cos[:9], sin=new.sin[:9])})
+    wide = replace(new, cos=torch.ones(17, 17), sin=torch.ones(17, 17))
+    wanted = r"a rotary_dim of at most head_dim = 48 and index_dim = 32; got 34"
+    with pytest.raises(flashqsa.InputError, match=wanted):
+        flashqsa.prepare(**{**given, "projected": wide})
+    half = given["kv_cache"]
+    half = replace(half, keys=half.keys.half(), values=half.values.half())
+    with pytest.raises(flashqsa.InputError, match=r"kv_cache\.keys: wanted dtype float32 or float8_e4m3fn, as projec"):
+        flashqsa.prepare(**{**given, "kv_cache": half})
+
+
+def test_values_are_not_read_where_that_is_asked_for() -> None:
+    given = arguments_of(False)
+    given["rows"] = replace(given["rows"], position=given["rows"].position.masked_fill(given["rows"].position > 7, 99))
+    with pytest.raises(flashqsa.InputError, match=r"rows\.position: wanted positions up to max_position = 8; got 99"):
+        flashqsa.prepare(**given)
+    flashqsa.prepare(**given, check_values=False)
+    assert bool(given["kv_cache"].keys.isfinite().any())
+
+
+# What is compiled ahead.
+
+
+@pytest.mark.parametrize("capability", [(7, 0), (8, 0), (9, 0)], ids=str)
+def test_what_a_released_layer_asks_for_is_compiled_ahead(
+    capability: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Source] = []
+    monkeypatch.setattr(Kernel, "launch", lambda kernel, *_: asked.append(kernel.source))
+    dtypes = (torch.float16,) if capability < (8, 0) else (torch.float16, torch.bfloat16)
+    for dtype in dtypes:
+        layer = layer_of((9,), RELEASED, dtype, 64)
+        for kv_dtype, index_dtype in ((dtype, dtype), (FP8, dtype), (FP8, FP8)):
+            state = state_of(layer, 8, kv_dtype=kv_dtype, index_dtype=index_dtype)
+            run(prepare, layer, call_of(layer, [(0, 0, 9)]), state, "cpu", capability)
+    ahead = {source for source in sources_for(capability) if source.name == "prepare.cu"}
+    assert len(set(asked)) == 3 * len(dtypes)
+    assert set(asked) == ahead
+
+
 # On a GPU.
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("by_position", [False, True])
+def test_the_public_call_on_a_gpu_waits_for_nothing(by_position: bool) -> None:
+    device = torch.device("cuda", 0)
+
+    def on_gpu(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return copied(device, value)[0]
+        if dataclasses.is_dataclass(value) and not isinstance(value, (type, QsaSpec)):
+            return replace(value, **{f.name: on_gpu(getattr(value, f.name)) for f in dataclasses.fields(value)})
+        return value
+
+    wanted = flashqsa.prepare(**(theirs := arguments_of(by_position)))
+    ours = {name: on_gpu(value) for name, value in arguments_of(by_position).items()}
+    flashqsa.prepare(**{name: on_gpu(value) for name, value in arguments_of(by_position).items()})  # compiles
+    torch.cuda.synchronize()
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        got = flashqsa.prepare(**ours)
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+    live = theirs["rows"].live
+    for mine, other in zip(got, wanted, strict=True):
+        assert compare.same_bits(mine.cpu()[live], other[live])
+    for name, field in (("kv_cache", "keys"), ("kv_cache", "values"), ("index_cache", "keys")):
+        mine, other = (getattr(each[name], field) for each in (ours, theirs))
+        assert compare.same_bits(mine.cpu(), other)
+        assert bool(other.isfinite().any())
+
+
+@pytest.mark.gpu
+def test_the_operator_passes_torchs_own_check_on_a_gpu() -> None:
+    operands = [
+        copied("cuda", each)[0] if isinstance(each, torch.Tensor) else each for each in operands_of(arguments_of(False))
+    ]
+    # What padding gets is undefined, and the check compares two calls.
+    rows = len(operands[0])
+    operands = [
+        each[: rows - 2] if isinstance(each, torch.Tensor) and each.shape[0] == rows else each for each in operands
+    ]
+    torch.library.opcheck(torch.ops.flashqsa.prepare.default, tuple(operands))
 
 
 @pytest.mark.gpu
@@ -369,9 +533,8 @@ def test_a_graph_prepares_what_its_rows_say_when_it_is_replayed(cache_dtype: tor
         fused, angles, *weights = copied(machine.device, calls[0].fused, calls[0].angles, *layer.weights)
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
-            arguments = [*layer.parts(fused), ours.kv_cache, ours.index_cache, rows, layer.spec, *weights]
-            table = (angles[:, 0], angles[:, 1], ours.first_angles)
-            return prepare(*arguments, *table, EPS, machine.capability)  # type: ignore[arg-type, call-arg]
+            new = projected(layer, fused, weights, angles, ours.first_angles)
+            return flashqsa.prepare(new, ours.kv_cache, ours.index_cache, rows, layer.spec)
 
         step()
         torch.cuda.synchronize()
@@ -405,8 +568,8 @@ def test_the_kernel_compiles(
     capability: tuple[int, int], fp8: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setenv("FLASHQSA_CACHE_DIR", str(tmp_path))
-    kind = 1 if capability < (8, 0) else 2
-    kernel = prepare_kernel(capability, (kind, fp8, fp8, kind, kind, 256, 128, 64, 4, True))
+    dtype = torch.float16 if capability < (8, 0) else torch.bfloat16
+    kernel = prepare_kernel(capability, Variant(dtype, fp8, fp8, dtype, dtype, 256, 128, 64, 4, wide=True))
     compile_source.cache_clear()
     try:
         found = compile_source(kernel.source, capability)
@@ -422,6 +585,7 @@ def test_the_kernel_compiles(
 
 
 def test_the_kernels_parameters_are_packed_as_the_source_has_them() -> None:
-    kernel = prepare_kernel((9, 0), (2, False, False, 2, 2, 256, 128, 64, 4, True))
+    bf16 = torch.bfloat16
+    kernel = prepare_kernel((9, 0), Variant(bf16, False, False, bf16, bf16, 256, 128, 64, 4, wide=True))
     assert kernel.packing.size == 5 * 24 + 2 * 8 + 4 * 8 + 3 * 48 + 2 * 24 + 32 + 64 + 32 + 5 * 4
     assert kernel.shared_bytes == 8 * 4 * (64 + 128 + 4)

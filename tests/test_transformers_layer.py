@@ -28,6 +28,7 @@ from flashqsa.integrations.transformers import (
 )
 from flashqsa.integrations.transformers import handover as handover_module
 from flashqsa.integrations.transformers.masks import flashqsa_mask
+from flashqsa.integrations.transformers.switch import qsa_layers
 from tests.transformers_tiny import (
     Choice,
     logits,
@@ -44,11 +45,18 @@ LOGITS = 1e-4
 """Most that FP32 logits may differ from stock's, on rows whose selection has no tie at the cut."""
 
 
-@pytest.fixture(scope="module")
-def models() -> tuple[Any, Any]:
+def at_once(model: Any, whether: bool | None = True) -> Any:
+    """The model with norms, rotary and writing in one step, which a CPU does not take by itself."""
+    for layer in qsa_layers(model).values():
+        layer.prepare_at_once = whether
+    return model
+
+
+@pytest.fixture(scope="module", params=[None, True], ids=["step by step", "one step"])
+def models(request: pytest.FixtureRequest) -> tuple[Any, Any]:
     """A stock model, and its twin with FlashQSA."""
     stock = tiny_model()
-    return stock, enable(twin(stock))
+    return stock, at_once(enable(twin(stock)), request.param)
 
 
 @pytest.fixture
@@ -391,8 +399,10 @@ def one_layer(**changes: Any) -> tuple[Any, FlashQsaAttention, Any]:
     return model, model.model.layers[0].self_attn, model.model.rotary_emb
 
 
-def test_the_layer_compiles_to_one_graph() -> None:
-    _, layer, rotary = one_layer()
+@pytest.mark.parametrize("one_step", [False, True])
+def test_the_layer_compiles_to_one_graph(one_step: bool) -> None:
+    model, layer, rotary = one_layer()
+    at_once(model, one_step)
     hidden = torch.randn(2, 60, 64, generator=torch.Generator().manual_seed(2))
     mask = torch.ones(2, 60, dtype=torch.bool)
     mask[0, :7] = False
@@ -404,8 +414,9 @@ def test_the_layer_compiles_to_one_graph() -> None:
             assert (compiled(hidden, angles, given)[0] - layer(hidden, angles, given)[0]).abs().max() <= 1e-6
 
 
-def test_decode_with_a_static_cache_compiles_once() -> None:
-    model, _, _ = one_layer()
+@pytest.mark.parametrize("one_step", [False, True])
+def test_decode_with_a_static_cache_compiles_once(one_step: bool) -> None:
+    model = at_once(one_layer()[0], one_step)
     ids = tokens(2, 60)
     mask = padding(2, 60, {0: slice(0, 5)})
     want = logits(model, ids, attention_mask=mask)

@@ -25,6 +25,7 @@ from flashqsa.integrations.transformers.store import PAGE_TOKENS, PagedStore
 from flashqsa.values import FP8
 from tests.both_devices import DEVICES
 from tests.test_transformers_cache import SPARSE_ONLY, forget_positions
+from tests.test_transformers_layer import at_once
 from tests.transformers_tiny import (
     logits,
     one_thread,  # noqa: F401
@@ -38,6 +39,10 @@ PROMPT = 150
 """Two full pages of 64, and one that is begun."""
 
 
+WAYS = [*DEVICES, "cpu at once"]
+"""Devices; on a CPU norms, rotary and writing are one step only where that is asked for, on a GPU by themselves."""
+
+
 def device_of(name: str) -> torch.device:
     """A device whose GPU, if it is one, has routes for FP32."""
     if name == "cuda" and "smxx" not in facts_of(torch.device("cuda", 0)).kernel_sets:
@@ -45,16 +50,22 @@ def device_of(name: str) -> torch.device:
     return torch.device(name)
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+def placed(model: Any, way: str) -> Any:
+    """A model with FlashQSA in one of `WAYS`."""
+    name, _, one_step = way.partition(" ")
+    return at_once(enable(model.to(device_of(name))), True if one_step else None)
+
+
+@pytest.fixture(scope="module", params=WAYS)
 def fast(request: pytest.FixtureRequest) -> Any:
     """A model of sparse layers only, with FlashQSA."""
-    return enable(tiny_model(7, **SPARSE_ONLY).to(device_of(request.param)))
+    return placed(tiny_model(7, **SPARSE_ONLY), request.param)
 
 
-@pytest.fixture(scope="module", params=DEVICES)
+@pytest.fixture(scope="module", params=WAYS)
 def mixed(request: pytest.FixtureRequest) -> Any:
     """A model with a linear layer too, with FlashQSA."""
-    return enable(tiny_model(8).to(device_of(request.param)))
+    return placed(tiny_model(8), request.param)
 
 
 def stores(cache: Any) -> list[PagedStore]:

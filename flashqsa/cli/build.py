@@ -141,11 +141,14 @@ def _gpus() -> int:
 def sources_for(capability: tuple[int, int]) -> list[Any]:
     """Every source that GPUs of a compute capability may ask for, each once."""
     found: dict[Any, None] = {}
-    shared = pipeline.kernel_set("nvrtc.released")
+    shared, preparing = pipeline.kernel_set("nvrtc.released"), pipeline.kernel_set("nvrtc.prepare")
     for plan in plans_for(capability):
         chunks = [chunk for chunk in (plan.select.whole, plan.select.last) if chunk is not None]
         ranks = [chunk.topk for chunk in chunks]
         found.update(dict.fromkeys(shared.sources(plan.call.spec, plan.select.width_blocks, ranks, capability)))
+        if not isinstance(plan.attend_choice, NoRouteError):
+            made = preparing.sources(plan.call.spec, plan.call.q_dtype, plan.call.cache_dtype)
+            found.update(dict.fromkeys(made))
         for choice in (plan.select_choice, plan.attend_choice):
             if not isinstance(choice, NoRouteError) and choice.route.kernel_set in OWN_SETS:
                 own = pipeline.kernel_set(f"{choice.route.kernel_set}.released")

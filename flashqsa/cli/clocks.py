@@ -75,18 +75,29 @@ class Stopwatch:
 class FlashQsaIndexerClock(Stopwatch):
     """Sums what takes the place of the stock indexers: their projections and norms, pooling, and selecting blocks.
 
-    Left out is the rotary embedding of the index queries, which is no module and no operator of its own.
+    Left out is the rotary embedding of the index queries, which is no module and no operator of its own. On a GPU it is
+    selecting alone: norms and pooling share a launch with other parts there, which hooks would take apart.
     """
 
     def __init__(self, layers: Sequence[Any], device: torch.device | str = "cpu") -> None:
         parts = [[layer.indexer.index_qk_proj, layer.indexer.q_layernorm] for layer in layers]
-        super().__init__([part for pair in parts for part in pair], device)
+        on_gpu = torch.device(device).type == "cuda"
+        super().__init__([] if on_gpu else [part for pair in parts for part in pair], device)
         self._selecting: Moment = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether all parts of an indexer are timed, as a stock one's are."""
+        return bool(self.modules)
 
     @contextlib.contextmanager
     def running(self) -> Iterator[None]:
         """Times the calls inside the `with` block."""
-        with super().running(), capture.listening(self._hear), _Pooling(self):
+        with (
+            super().running(),
+            capture.listening(self._hear),
+            _Pooling(self) if self.whole else contextlib.nullcontext(),
+        ):
             yield
 
     def _hear(self, noted: Noted) -> None:

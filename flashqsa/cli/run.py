@@ -91,6 +91,8 @@ class Outcome:
     hand_overs: dict[str, int]
     stock: Timing | None = None
     agreed: Agreement | None = None
+    whole_indexers: bool = True
+    """Whether the time of our indexers has all parts that the stock ones' has."""
 
 
 def run(job: Job, screen: Screen, json_target: str | None) -> int:
@@ -275,7 +277,7 @@ def _carry_out(job: Job, loaded: Loaded, prompt: Prompt, screen: Screen) -> Outc
             timing = replace(timing, cold_s=cold_s)
             hand_overs = dict(Counter(integration().hand_overs()) - before)
         if not job.compare:
-            return Outcome(timing, produced, list(tally.uses.values()), hand_overs)
+            return Outcome(timing, produced, list(tally.uses.values()), hand_overs, whole_indexers=clock.whole)
         stock_choices = StockChoices([layer.indexer for layer in layers], loaded.block_tokens)
         with stock_states.of(model), stock_choices.following():
             stock_clock = Stopwatch([layer.indexer for layer in layers], device)
@@ -289,7 +291,7 @@ def _carry_out(job: Job, loaded: Loaded, prompt: Prompt, screen: Screen) -> Outc
         (produced, stock_produced),
         last_layer_mixes=loaded.mixes_after_sparse,
     )
-    return Outcome(timing, produced, list(tally.uses.values()), hand_overs, stock, agreed)
+    return Outcome(timing, produced, list(tally.uses.values()), hand_overs, stock, agreed, clock.whole)
 
 
 def _warm_up(loaded: Loaded, tokens: list[int]) -> None:
@@ -324,6 +326,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
     def step(side: Timing) -> str:
         return "-" if side.step_s is None else seconds(side.step_s)
 
+    indexers = "their indexers" if outcome.whole_indexers else "their indexers (ours: selecting alone)"
     found = [
         line("time to first token", *(seconds(side.first_token_s) for side in sides)),
         line("prefill tokens/s", *(rate(side.prefill_rate) for side in sides)),
@@ -331,7 +334,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
         line("a decode step, median", *(step(side) for side in sides)),
         line("sparse layers", *(seconds(side.sparse_s) for side in sides)),
         line("their share of the prefill", *(f"{side.sparse_share:.1%}" for side in sides)),
-        line("their indexers", *(seconds(side.indexer_s) for side in sides)),
+        line(indexers, *(seconds(side.indexer_s) for side in sides)),
         line("peak extra memory", *(mebibytes(side.peak_extra_bytes) for side in sides)),
     ]
     if outcome.stock is None:
@@ -343,8 +346,8 @@ def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
     }
     if ours.steps and stock.steps:
         ratios["decode tokens/s"] = speedup(stock.decode_s, ours.decode_s)
-    if ours.indexer_s and stock.indexer_s:
-        ratios["their indexers"] = speedup(stock.indexer_s, ours.indexer_s)
+    if ours.indexer_s and stock.indexer_s and outcome.whole_indexers:
+        ratios[indexers] = speedup(stock.indexer_s, ours.indexer_s)
     return [(*cells[:-1], ratios.get(cells[0], "")) for cells in found]
 
 
@@ -410,7 +413,9 @@ def _as_json(job: Job, loaded: Loaded, prompt: Prompt, outcome: Outcome, kept: b
             **agreed.as_json(),
             "first_token_speedup": stock.first_token_s / ours.first_token_s,
             "sparse_layers_speedup": stock.sparse_s / ours.sparse_s,
-            "indexer_speedup": stock.indexer_s / ours.indexer_s if stock.indexer_s and ours.indexer_s else None,
+            "indexer_speedup": stock.indexer_s / ours.indexer_s
+            if stock.indexer_s and ours.indexer_s and outcome.whole_indexers
+            else None,
             "decode_speedup": stock.decode_s / ours.decode_s if stock.decode_s and ours.decode_s else None,
         }
     return {
@@ -438,6 +443,7 @@ def _as_json(job: Job, loaded: Loaded, prompt: Prompt, outcome: Outcome, kept: b
             "draft": job.draft,
             "kv_dtype": job.kv_dtype,
             "malloc_keeps_freed_memory": kept,
+            "indexer_s_has_all_parts": outcome.whole_indexers,
         },
         "routes": [
             {"phase": use.phase, "stage": use.decision.route.stage, "calls": use.calls, "rows": use.rows}

@@ -2,39 +2,27 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from flashqsa.reference.score import rms_norm, rotate
 from flashqsa.reference.write import write_index_keys, write_kv
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows
+from flashqsa.values import IndexCache, KvCache, Projected, QsaSpec, Rows
 
 
-def prepare(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index_q: Tensor,
-    raw_keys: Tensor,
-    kv_cache: KvCache,
-    index_cache: IndexCache,
-    rows: Rows,
-    spec: QsaSpec,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    index_q_norm: Tensor,
-    index_k_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    first_angles: Tensor | None,
-    eps: float,
+@torch.no_grad()
+def prepare_projected(
+    projected: Projected, kv_cache: KvCache, index_cache: IndexCache, rows: Rows, spec: QsaSpec
 ) -> tuple[Tensor, Tensor]:
     """Norms (in FP64, rounded once) and rotary (in the numbers' dtype), and the caches written: q and index_q.
 
-    Arguments as of `kernels.nvrtc.prepare`; what the results hold for padding is undefined. Writes in place.
+    Arguments as of `kernels.nvrtc.prepare`. What the results hold for padding is undefined. Writes in place.
     """
     if index_cache.raw_keys is None:
         raise ValueError("prepare needs an index cache with raw_keys")
+    cos, sin, first_angles, eps = projected.cos, projected.sin, projected.first_angles, projected.eps
     position = torch.where(rows.position <= rows.max_position, rows.position, -1)
     rows = Rows(rows.request, position, rows.max_position)
     blocks = index_cache.raw_keys.shape[1] // spec.block_tokens
@@ -60,6 +48,23 @@ def prepare(
         normed = rms_norm(heads.double(), weight.double(), eps).to(heads.dtype)
         return rotate(normed, *own.to(heads.dtype)[:, :, None].unbind(1))
 
-    write_kv(prepared(keys, k_norm), values, kv_cache, rows)
-    write_index_keys(raw_keys, index_cache, rows, spec, index_k_norm, opening[:, 0], opening[:, 1], eps)
-    return prepared(q, q_norm), prepared(index_q, index_q_norm)
+    write_kv(prepared(projected.keys, projected.k_norm), projected.values, kv_cache, rows)
+    weight = projected.index_k_norm
+    write_index_keys(projected.raw_keys, index_cache, rows, spec, weight, opening[:, 0], opening[:, 1], eps)
+    return prepared(projected.q, projected.q_norm), prepared(projected.index_q, projected.index_q_norm)
+
+
+def prepare(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    index_q: Tensor,
+    raw_keys: Tensor,
+    kv_cache: KvCache,
+    index_cache: IndexCache,
+    rows: Rows,
+    spec: QsaSpec,
+    **rest: Any,
+) -> tuple[Tensor, Tensor]:
+    """`prepare_projected` of projections that are not put together yet; `rest` are the other fields of `Projected`."""
+    return prepare_projected(Projected(q, keys, values, index_q, raw_keys, **rest), kv_cache, index_cache, rows, spec)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import logging
 import weakref
 from dataclasses import replace
+from functools import cache as once
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextAttention,
+    Qwen4ExpTextRMSNorm,
     Qwen4ExpTextRotaryEmbedding,
     apply_rotary_pos_emb,
 )
@@ -20,13 +23,15 @@ from flashqsa.integrations.transformers.errors import CacheMismatchError
 from flashqsa.integrations.transformers.handover import note_hand_over
 from flashqsa.integrations.transformers.masks import NAME, register_masks, stock_mask, wants_attentions
 from flashqsa.integrations.transformers.paged import PagedLayer
-from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Reading
+from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Queries, Reading
 from flashqsa.integrations.transformers.versions import spec_of_config
 from flashqsa.values import QsaSpec
 
 STOCK_IMPLEMENTATIONS = (None, "sdpa")
 """`_attn_implementation` values that a model built while FlashQSA is on globally gives up for ours."""
 
+
+logger = logging.getLogger("flashqsa")
 
 live_layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """Every `FlashQsaAttention` there is: the changes to Transformers that they need are kept while one lives."""
@@ -56,6 +61,10 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
 
     kv_dtype: torch.dtype | None = None
     """What keys and values are stored in: FP8-E4M3, or None for the dtype they are computed in."""
+
+    prepare_at_once: bool | None = None
+    """Whether norms, rotary and writing are one step (`flashqsa.prepare`). None: on a GPU they are, on a CPU, where
+    that is slower, they are not. A pass that `step_by_step_reason` speaks against takes them one by one anyway."""
 
     stock_attn_implementation: str | None = "sdpa"
     """What the config's `_attn_implementation` was before this layer changed it."""
@@ -116,19 +125,25 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
 
         batch, tokens = hidden_states.shape[:2]
         cos, sin = (angles[:, -tokens:].expand(batch, -1, -1) for angles in position_embeddings)
-        index_q, raw_keys = self._project_index(hidden_states, cos, sin)
+        index_q, raw_keys = self._project_index(hidden_states)
         q, gate = self.q_proj(hidden_states).view(batch, tokens, -1, 2 * self.head_dim).chunk(2, dim=-1)
-        keys = self.k_norm(self.k_proj(hidden_states).view(batch, tokens, -1, self.head_dim))
+        keys = self.k_proj(hidden_states).view(batch, tokens, -1, self.head_dim)
         values = self.v_proj(hidden_states).view(batch, tokens, -1, self.head_dim)
-        q, keys = apply_rotary_pos_emb(self.q_norm(q), keys, cos, sin, unsqueeze_dim=2)
+        queries = None
+        if self._at_once((q, keys, values, index_q, raw_keys), cos, held):
+            norms = (self.q_norm.weight, self.k_norm.weight, self.indexer.q_layernorm.weight)
+            queries = Queries(q, index_q, *norms)
+        else:
+            index_q = apply_rotary_pos_emb(self.indexer.q_layernorm(index_q), cos=cos, sin=sin, unsqueeze_dim=2)
+            q, keys = apply_rotary_pos_emb(self.q_norm(q), self.k_norm(keys), cos, sin, unsqueeze_dim=2)
         # Under autocast the rotary embedding promotes; everywhere else these do nothing.
         new = NewTokens(keys.to(values.dtype), values, raw_keys, cos, sin)
         q, gate, index_q = q.to(values.dtype), gate.to(values.dtype), index_q.to(raw_keys.dtype)
         spec = self._spec_here(q.shape[2], keys.shape[2])
-        reading = self._store(new, attention_mask, cache, held, spec, position_embeddings, hidden_states)
+        reading = self._store(new, queries, attention_mask, cache, held, spec, position_embeddings, hidden_states)
         output, _ = ops.qsa_attention(
-            index_q.flatten(0, 1),
-            q.flatten(0, 1),
+            index_q.flatten(0, 1) if reading.index_q is None else reading.index_q,
+            q.flatten(0, 1) if reading.q is None else reading.q,
             reading.index_keys,
             reading.page_table,
             None,
@@ -147,14 +162,49 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
             _offload(cache, self.layer_idx)
         return self.o_proj(output.view(batch, tokens, -1)), None
 
-    def _project_index(self, hidden_states: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
+    def _project_index(self, hidden_states: Tensor) -> tuple[Tensor, Tensor]:
         """Index queries [batch, tokens, index_heads, index_dim], and raw index keys [batch, tokens, index_dim]."""
-        indexer = self.indexer
-        batch, tokens = hidden_states.shape[:2]
-        heads, dim = indexer.index_n_heads, indexer.index_head_dim
-        q, raw_keys = indexer.index_qk_proj(hidden_states).split([heads * dim, dim], dim=-1)
-        q = indexer.q_layernorm(q.reshape(batch, tokens, heads, dim))
-        return apply_rotary_pos_emb(q, cos=cos, sin=sin, unsqueeze_dim=2), raw_keys
+        heads, dim = self.indexer.index_n_heads, self.indexer.index_head_dim
+        q, raw_keys = self.indexer.index_qk_proj(hidden_states).split([heads * dim, dim], dim=-1)
+        return q.unflatten(-1, (heads, dim)), raw_keys
+
+    def _at_once(self, projected: tuple[Tensor, ...], cos: Tensor, held: PagedLayer | None) -> bool:
+        """Whether this pass prepares in one step; where a GPU might have and does not, the reason is logged once."""
+        wanted = self.prepare_at_once
+        if not (cos.is_cuda if wanted is None else wanted):
+            return False
+        reason = self.step_by_step_reason(projected, cos, held)
+        if reason is not None and not torch.compiler.is_compiling():
+            _log_step_by_step(reason)
+        return reason is None
+
+    def step_by_step_reason(
+        self, projected: tuple[Tensor, ...], cos: Tensor, held: PagedLayer | None = None
+    ) -> str | None:
+        """Why norms, rotary and writing of a pass cannot be one step with the same numbers, or None.
+
+        projected  queries, keys, values, index queries and raw index keys
+        held       the cache layer that the pass writes
+        """
+        if any(part.dtype != cos.dtype for part in projected):
+            return "projections and rotary angles are not of one dtype, as under autocast"
+        if held is not None and held.store is not None and held.store.block_rotary.dtype != cos.dtype:
+            return "the cache holds rotary angles of another dtype"
+        norms = (self.q_norm, self.k_norm, self.indexer.q_layernorm, self.indexer.k_layernorm)
+        if any(norm.eps != norms[0].eps or norm.weight.dtype != norms[0].weight.dtype for norm in norms):
+            return "norms differ in their epsilon or dtype"
+        # The index keys' norm is never called: `_index_norm` reads it.
+        for norm in norms[:3]:
+            if type(norm) is not Qwen4ExpTextRMSNorm or getattr(norm, "group_size", None) is not None:
+                return f"a norm is {type(norm).__name__}"
+            if norm._forward_hooks or norm._forward_pre_hooks:
+                return "a norm has hooks, which want to be called"
+            if norm.weight.device != cos.device:
+                return "weights of norms are offloaded, or on another device"
+            # accelerate's wrappers bring inputs to the weight, which is here, and call the class's own method.
+            if "forward" in norm.__dict__ and "_old_forward" not in norm.__dict__:
+                return "a norm has a forward of its own"
+        return None
 
     def _spec_here(self, q_heads: int, kv_heads: int) -> QsaSpec:
         """The spec with the heads that are on this rank: tensor parallelism splits them."""
@@ -166,6 +216,7 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
     def _store(
         self,
         new: NewTokens,
+        queries: Queries | None,
         attention_mask: Tensor | None,
         cache: Any,
         held: PagedLayer | None,
@@ -180,14 +231,15 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         if held is None:
             visible = None if padding_mask is None else padding_mask[:, -tokens:]
             new = NewTokens(new.keys, new.values, new.raw_keys, new.cos, new.sin, visible)
-            return PagedStore(new, spec, tokens, None, self.kv_dtype).append(new, 0, spec, pooling, tokens - 1)
+            store = PagedStore(new, spec, tokens, None, self.kv_dtype)
+            return store.append(new, 0, spec, pooling, tokens - 1, queries)
 
         def history(columns: int) -> tuple[Tensor, Tensor]:
             cos, sin = self._all_angles(hidden_states, position_embeddings, cache, columns + tokens)
             return cos[:, :columns], sin[:, :columns]
 
         _fetch(cache, self.layer_idx, hidden_states.device)
-        return held.extend(new, padding_mask, spec, pooling, history, self.kv_dtype)
+        return held.extend(new, padding_mask, spec, pooling, history, self.kv_dtype, queries)
 
     def _index_norm(self) -> Tensor:
         """The weight of the index keys' norm. It is read, not called: accelerate brings offloaded ones for calls."""
@@ -261,6 +313,12 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         rotary = Qwen4ExpTextRotaryEmbedding(self.config).to(hidden_states.device)
         cos, sin = rotary(hidden_states, positions.to(hidden_states.device))
         return cos, sin
+
+
+@once
+def _log_step_by_step(reason: str) -> None:
+    """Logs, once per process, why norms, rotary and writing are not one step."""
+    logger.info("norms, rotary and writing are done step by step: %s", reason)
 
 
 def full_mask(hidden_states: Tensor, attention_mask: Tensor | None, cache: Any, layer_idx: int) -> Tensor:

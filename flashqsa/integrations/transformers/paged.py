@@ -15,7 +15,7 @@ from torch import Tensor
 
 from flashqsa import check
 from flashqsa.integrations.transformers.errors import CacheMismatchError, MaskMismatchError
-from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Reading
+from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Queries, Reading
 from flashqsa.values import QsaSpec
 
 History = Callable[[int], tuple[Tensor, Tensor]]
@@ -118,6 +118,7 @@ class PagedLayer:
         pooling: Pooling,
         history: History,
         kv_dtype: torch.dtype | None = None,
+        queries: Queries | None = None,
     ) -> Reading:
         """Stores the columns of one pass and returns what attention reads.
 
@@ -125,6 +126,7 @@ class PagedLayer:
         padding_mask  [batch, columns so far and new] bool, or None; missing columns count as padding, as in stock masks
         history       see `History`
         kv_dtype      that keys and values are stored in from the first pass on; None for their own
+        queries       where norms and rotary are to be applied to them and to the new keys
 
         Raises CacheMismatchError when a stock cache that is taken over is torn, or does not fit the batch, or a static
         cache is full, or index keys were pooled for another layer; MaskMismatchError when the mask contradicts the one
@@ -152,7 +154,7 @@ class PagedLayer:
         if isinstance(columns, int) and not store.fixed:
             store.reserve(columns + count, columns)
         new = NewTokens(new.keys, new.values, new.raw_keys, new.cos, new.sin, visible)
-        reading = store.append(new, columns, spec, pooling, bound)
+        reading = store.append(new, columns, spec, pooling, bound, queries)
         self._advance(count)
         return reading
 

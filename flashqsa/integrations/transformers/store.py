@@ -8,7 +8,7 @@ not stored. `visible` keeps which column was which, so that a request can be lai
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -38,7 +38,7 @@ class Pooling:
 class NewTokens:
     """One forward pass's columns of one layer, as the projections, norms and rotary embedding left them.
 
-    keys, values  [batch, columns, kv_heads, head_dim], keys normalised and rotated
+    keys, values  [batch, columns, kv_heads, head_dim], keys normalised and rotated unless `Queries` come with them
     raw_keys      [batch, columns, index_dim], before pooling
     cos, sin      [batch, columns, rotary_dim]
     visible       [batch, columns] bool, False for padding; None when every column is a token
@@ -53,6 +53,21 @@ class NewTokens:
 
 
 @dataclass(frozen=True)
+class Queries:
+    """Queries of a pass's columns that still need norm and rotary, as its keys then do: `prepare` does it all at once.
+
+    q, index_q                    [batch, columns, q_heads, head_dim], [batch, columns, index_heads, index_dim]
+    q_norm, k_norm, index_q_norm  [head_dim] or [index_dim], weights of norms whose epsilon is that of `Pooling`
+    """
+
+    q: Tensor
+    index_q: Tensor
+    q_norm: Tensor
+    k_norm: Tensor
+    index_q_norm: Tensor
+
+
+@dataclass(frozen=True)
 class Reading:
     """What attention reads after the columns of a pass are stored, in the form the operators take.
 
@@ -61,6 +76,7 @@ class Reading:
     page_table                [batch, pages per request] int32, of both caches
     request, position         [batch * columns] int32, as in `Rows`; position -1 for padding
     max_position              host bound on `position`
+    q, index_q                [batch * columns, heads, dim] normalised and rotated; None where no `Queries` came
     """
 
     index_keys: Tensor
@@ -71,6 +87,8 @@ class Reading:
     request: Tensor
     position: Tensor
     max_position: int
+    q: Tensor | None = None
+    index_q: Tensor | None = None
 
 
 class PagedStore:
@@ -80,7 +98,7 @@ class PagedStore:
     index_keys    [pages, page_blocks, index_dim], the key of each complete block
     page_table    [batch, pages per request] int32, of both pools; `book` is its master on the host
     raw_keys      [batch, capacity, index_dim], so that any number of tokens can be taken back
-    block_rotary  [batch, capacity / block_tokens + 1, 2, rotary_dim]: cos and sin at each block's first token, kept
+    block_rotary  [batch, capacity / block_tokens + 1, 2, rotary_dim / 2]: cos and sin at each block's first token, kept
                   from when it came, since a later pass need not know them; the last entry takes what is to be dropped
     visible       [batch, max_columns] bool, the columns that are tokens
     lengths       [batch] int32, visible tokens so far
@@ -113,7 +131,7 @@ class PagedStore:
         self.kv_scale = torch.ones(shape[3], device=device) if self.kv.dtype == FP8 else None
         self.index_keys = first.raw_keys.new_empty((batch * each, page_blocks, first.raw_keys.shape[2]))
         self.raw_keys = first.raw_keys.new_empty((batch, capacity, first.raw_keys.shape[2]))
-        self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2]))
+        self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2] // 2))
         self.visible = torch.zeros((batch, max_columns or capacity), dtype=torch.bool, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
         self.page_table = torch.from_numpy(self.book.rows.copy()).to(device)
@@ -184,9 +202,18 @@ class PagedStore:
             self.change(torch.clone)
 
     def append(
-        self, new: NewTokens, columns: int | Tensor, spec: QsaSpec, pooling: Pooling, max_position: int
+        self,
+        new: NewTokens,
+        columns: int | Tensor,
+        spec: QsaSpec,
+        pooling: Pooling,
+        max_position: int,
+        queries: Queries | None = None,
     ) -> Reading:
-        """Stores a pass's columns after the first `columns` (a 0-dim tensor for a static cache); there must be room."""
+        """Stores a pass's columns after the first `columns` (a 0-dim tensor for a static cache); there must be room.
+
+        With `queries`, norms and rotary are applied to them and to the keys, and they are in what is returned.
+        """
         batch, count = new.raw_keys.shape[:2]
         steps = torch.arange(count, dtype=torch.int32, device=new.raw_keys.device)
         if new.visible is None:
@@ -202,9 +229,51 @@ class PagedStore:
             every = torch.ones((batch, count), dtype=torch.bool, device=steps.device)
             self.visible.index_copy_(1, columns + steps.long(), every if new.visible is None else new.visible)
         request = torch.arange(batch, dtype=torch.int32, device=steps.device).repeat_interleave(count)
-        cos, sin = self._block_angles(new, position).unbind(1)
         reading = self.reading(request, position.flatten(), max_position)
-        numbers = ops.pack_spec(spec)
+        if queries is None:
+            self._write(new, position, reading, spec, pooling)
+        else:
+            reading = self._prepare(new, queries, reading, spec, pooling)
+        self.lengths.add_(added)
+        return reading
+
+    def _prepare(self, new: NewTokens, queries: Queries, reading: Reading, spec: QsaSpec, pooling: Pooling) -> Reading:
+        """Norms, rotary and writing in one step; `reading` with the queries that come out of it."""
+        half = self.block_rotary.shape[3]
+        q, index_q = ops.prepare(
+            queries.q.flatten(0, 1),
+            new.keys.flatten(0, 1),
+            new.values.flatten(0, 1),
+            queries.index_q.flatten(0, 1),
+            new.raw_keys.flatten(0, 1),
+            queries.q_norm,
+            queries.k_norm,
+            queries.index_q_norm,
+            pooling.norm_weight,
+            new.cos[..., :half].flatten(0, 1),
+            new.sin[..., :half].flatten(0, 1),
+            self.block_rotary[:, :-1],
+            pooling.eps,
+            reading.keys,
+            reading.values,
+            self.page_table,
+            self.kv_scale,
+            self.kv_scale,
+            reading.index_keys,
+            self.page_table,
+            None,
+            self.raw_keys,
+            reading.request,
+            reading.position,
+            reading.max_position,
+            ops.pack_spec(spec),
+        )
+        return replace(reading, q=q, index_q=index_q)
+
+    def _write(self, new: NewTokens, position: Tensor, reading: Reading, spec: QsaSpec, pooling: Pooling) -> None:
+        """Writes what is normalised and rotated already; `position` [batch, columns]."""
+        cos, sin = self._block_angles(new, position).unbind(1)
+        place = (reading.request, reading.position, reading.max_position, ops.pack_spec(spec))
         ops.write_kv(
             new.keys.flatten(0, 1),
             new.values.flatten(0, 1),
@@ -213,10 +282,7 @@ class PagedStore:
             self.page_table,
             self.kv_scale,
             self.kv_scale,
-            request,
-            reading.position,
-            max_position,
-            numbers,
+            *place,
         )
         ops.write_index_keys(
             new.raw_keys.flatten(0, 1),
@@ -224,17 +290,12 @@ class PagedStore:
             self.page_table,
             None,
             self.raw_keys,
-            request,
-            reading.position,
-            max_position,
-            numbers,
+            *place,
             pooling.norm_weight,
             cos,
             sin,
             pooling.eps,
         )
-        self.lengths.add_(added)
-        return reading
 
     def _block_angles(self, new: NewTokens, position: Tensor) -> Tensor:
         """cos and sin [batch * columns, 2, rotary_dim] at the first token of each column's block."""
@@ -243,8 +304,12 @@ class PagedStore:
         opens = (position >= 0) & (place % self.block_tokens == 0)
         slot = torch.where(opens, block, self.block_rotary.shape[1] - 1)
         request = torch.arange(position.shape[0], device=position.device)[:, None]
-        self.block_rotary[request, slot] = torch.stack((new.cos, new.sin), dim=2)
-        return self.block_rotary[request, block].flatten(0, 1)
+        # One number stands for both dimensions of a pair.
+        half = self.block_rotary.shape[3]
+        opening = torch.stack((new.cos[..., :half], new.sin[..., :half]), dim=2)
+        # Autocast may begin or end between passes, and angles with it change their dtype.
+        self.block_rotary[request, slot] = opening.to(self.block_rotary.dtype)
+        return self.block_rotary[request, block].flatten(0, 1).repeat(1, 1, 2)
 
     def reading(self, request: Tensor, position: Tensor, max_position: int) -> Reading:
         """The pools, for rows at `position` of `request`."""

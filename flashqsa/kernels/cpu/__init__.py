@@ -5,6 +5,7 @@
 
 from flashqsa.kernels.cpu.attend import attend
 from flashqsa.kernels.cpu.merge import merge
+from flashqsa.kernels.cpu.prepare import prepare
 from flashqsa.kernels.cpu.score import empty_selection, score, select_everything
 from flashqsa.kernels.cpu.select import select_fused
 from flashqsa.kernels.cpu.sparse import sparse_attention
@@ -16,6 +17,7 @@ __all__ = [
     "attend",
     "empty_selection",
     "merge",
+    "prepare",
     "score",
     "select_everything",
     "select_fused",

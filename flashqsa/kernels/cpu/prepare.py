@@ -8,30 +8,14 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from flashqsa.kernels.cpu.write import write_index_keys, write_kv
-from flashqsa.values import IndexCache, KvCache, QsaSpec, Rows
+from flashqsa.values import IndexCache, KvCache, Projected, QsaSpec, Rows
 
 LANES = 32
 """Partial sums of a norm's squares: the lanes of a GPU's warp, so that both have the same bits."""
 
 
 def prepare(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index_q: Tensor,
-    raw_keys: Tensor,
-    kv_cache: KvCache,
-    index_cache: IndexCache,
-    rows: Rows,
-    spec: QsaSpec,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    index_q_norm: Tensor,
-    index_k_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    first_angles: Tensor | None,
-    eps: float,
+    projected: Projected, kv_cache: KvCache, index_cache: IndexCache, rows: Rows, spec: QsaSpec
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotary of what the projections gave, and the caches' share of it stored: q and index_q, ready to use.
 
@@ -44,17 +28,20 @@ def prepare(
     # A row past the bound that the call was sized for counts as padding.
     position = torch.where(rows.position <= rows.max_position, rows.position, -1)
     rows = Rows(rows.request, position, rows.max_position)
-    cos, sin = cos.detach(), sin.detach()
-    if first_angles is None:
+    cos, sin, eps = projected.cos.detach(), projected.sin.detach(), projected.eps
+    if projected.first_angles is None:
         at = position.clamp(min=0).long()
         first = at - at % spec.block_tokens
         own, opening = (cos[at], sin[at]), (cos[first], sin[first])
     else:
-        own, opening = (cos, sin), _opening_angles(cos, sin, first_angles, rows, spec.block_tokens, ring.shape[1])
-    write_kv(rotate(rms_norm(keys, k_norm, eps), *own), values, kv_cache, rows)
+        own = (cos, sin)
+        opening = _opening_angles(cos, sin, projected.first_angles, rows, spec.block_tokens, ring.shape[1])
+    write_kv(rotate(rms_norm(projected.keys, projected.k_norm, eps), *own), projected.values, kv_cache, rows)
     first_cos, first_sin = (torch.cat([angles, angles], dim=1) for angles in opening)
-    write_index_keys(raw_keys, index_cache, rows, spec, index_k_norm, first_cos, first_sin, eps)
-    return rotate(rms_norm(q, q_norm, eps), *own), rotate(rms_norm(index_q, index_q_norm, eps), *own)
+    weight = projected.index_k_norm
+    write_index_keys(projected.raw_keys, index_cache, rows, spec, weight, first_cos, first_sin, eps)
+    index_q = rotate(rms_norm(projected.index_q, projected.index_q_norm, eps), *own)
+    return rotate(rms_norm(projected.q, projected.q_norm, eps), *own), index_q
 
 
 def rms_norm(heads: Tensor, weight: Tensor, eps: float) -> Tensor:

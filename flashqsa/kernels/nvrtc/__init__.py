@@ -7,6 +7,7 @@ from flashqsa.kernels.nvrtc.compiler import Compiled, CompileError, Source, comp
 from flashqsa.kernels.nvrtc.driver import DriverError, Kernel
 from flashqsa.kernels.nvrtc.everything import empty_selection, select_everything
 from flashqsa.kernels.nvrtc.library import Nvrtc, NvrtcNotFoundError, nvrtc_for
+from flashqsa.kernels.nvrtc.prepare import prepare
 from flashqsa.kernels.nvrtc.write import write_index_keys, write_kv
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "compile_source",
     "empty_selection",
     "nvrtc_for",
+    "prepare",
     "select_everything",
     "write_index_keys",
     "write_kv",

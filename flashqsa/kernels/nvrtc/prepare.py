@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,13 +12,16 @@ from torch import Tensor
 from flashqsa.kernels.nvrtc.compiler import Source
 from flashqsa.kernels.nvrtc.driver import Kernel
 from flashqsa.kernels.nvrtc.write import KINDS, scale_arguments
-from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
+from flashqsa.values import FP8, IndexCache, KvCache, Projected, QsaSpec, Rows
 
 WARPS = 8
 """Of a program: `WARPS` of `prepare.cu`."""
 
 FEW_ROWS = 128
 """Up to here a GPU has room for a warp per head: some 30 of a row, of 4,000 and more that run at a time."""
+
+RELEASED_ROTARY_DIM = 64
+"""Dimensions of a head that rotate in the released model."""
 
 VECTOR_BYTES = 16
 """Most bytes of one load or store."""
@@ -37,41 +42,21 @@ PARAMETERS = "".join(
 
 
 def prepare(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index_q: Tensor,
-    raw_keys: Tensor,
+    projected: Projected,
     kv_cache: KvCache,
     index_cache: IndexCache,
     rows: Rows,
     spec: QsaSpec,
-    q_norm: Tensor,
-    k_norm: Tensor,
-    index_q_norm: Tensor,
-    index_k_norm: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    first_angles: Tensor | None,
-    eps: float,
     capability: tuple[int, int],
 ) -> tuple[Tensor, Tensor]:
     """Norm and rotary of what the projections gave, and the caches' share of it stored: q and index_q, ready to use.
 
-    q             [rows, q_heads, head_dim], index_q [rows, index_heads, index_dim]
-    keys, values  [rows, kv_heads, head_dim]
-    raw_keys      [rows, index_dim]; these five in one dtype, FP32, FP16 or BF16, which is that of the ring and of the
-                  caches, where these are not FP8
-    *_norm        [head_dim] or [index_dim], weights of RMS norms (x is multiplied by 1 + weight), in one dtype
-    cos, sin      [positions, rotary_dim / 2], more of them than `max_position`; with `first_angles` [rows,
-                  rotary_dim / 2]. Dimensions j and j + rotary_dim / 2 rotate together by angle j.
-    first_angles  [requests, ring_tokens / block_tokens, 2, rotary_dim / 2] in their dtype: cos and sin of the first
-                  token of block b at `b % (ring_tokens / block_tokens)`. Written and read here, as the ring is.
+    projected  its dtype is that of the ring and of the caches, where these are not FP8
 
     All strides are free but the last, which is 1: a gate from the same projection as q is a view beside it. Returns q
-    and index_q in fresh memory without gaps; what they hold for padding is undefined. Nothing is stored for padding,
-    for rows past `max_position`, or on holes (of which the ring has none). Rows of one request must be consecutive
-    tokens next to each other; padding may stand between them.
+    [rows, q_heads, head_dim] and index_q [rows, index_heads, index_dim] in fresh memory without gaps; what they hold
+    for padding is undefined. Nothing is stored for padding, for rows past `max_position`, or on holes (of which the
+    ring has none). Rows of one request must be consecutive tokens next to each other; padding may stand between them.
 
     One launch, sized by host numbers alone; its first call on a device compiles and loads the kernel, which a CUDA
     graph's capture does not allow. Numbers are those of `kernels.cpu.prepare` bit by bit, but pooled keys, which are
@@ -82,14 +67,17 @@ def prepare(
     ring = index_cache.raw_keys
     if ring is None:
         raise TypeError("an index cache without a ring of raw keys cannot be written")
+    q, keys, values, index_q = projected.q, projected.keys, projected.values, projected.index_q
+    raw_keys, cos, sin, first_angles = projected.raw_keys, projected.cos, projected.sin, projected.first_angles
+    q_norm, k_norm, index_q_norm = projected.q_norm, projected.k_norm, projected.index_q_norm
     q_heads, head_dim = q.shape[1:]
     kv_heads, index_heads, index_dim = keys.shape[1], index_q.shape[1], spec.index_dim
-    variant = (
-        KINDS[q.dtype],
+    variant = Variant(
+        q.dtype,
         kv_cache.keys.dtype == FP8,
         index_cache.keys.dtype == FP8,
-        KINDS[q_norm.dtype],
-        KINDS[cos.dtype],
+        q_norm.dtype,
+        cos.dtype,
         head_dim,
         index_dim,
         2 * cos.shape[1],
@@ -125,7 +113,7 @@ def prepare(
         q_norm.data_ptr(),
         k_norm.data_ptr(),
         index_q_norm.data_ptr(),
-        index_k_norm.data_ptr(),
+        projected.index_k_norm.data_ptr(),
         kv_cache.keys.data_ptr(),
         *strides_bytes(kv_cache.keys)[:3],
         *scale_arguments(kv_cache.k_scale),
@@ -163,7 +151,7 @@ def prepare(
         min(kv_cache.requests, index_cache.requests),
         rows.max_position,
         0,
-        eps,
+        projected.eps,
         q_heads,
         kv_heads,
         index_heads,
@@ -182,33 +170,66 @@ def span_of(dim: int) -> int:
     return 8 if dim > 128 else 4 if dim > 64 else 2 if dim > 32 else 1
 
 
-@cache
-def prepare_kernel(
-    capability: tuple[int, int], variant: tuple[int, bool, bool, int, int, int, int, int, int, bool]
-) -> Kernel:
-    """The kernel of one model's layers.
+class Variant(NamedTuple):
+    """What a kernel is compiled for: one model's layers, whatever their heads and whatever the call.
 
-    variant  code of the new numbers' dtype; whether the KV cache and the index cache are FP8; codes of the dtypes of
-             norm weights and angles; head_dim, index_dim, rotary_dim, block_tokens; whether numbers are moved in
-             vectors
+    dtype                      of what is projected, of the ring and of caches that are not FP8
+    kv_fp8, index_fp8          whether a cache is
+    weight_dtype, angle_dtype  of norm weights, and of cos and sin
+    wide                       whether numbers are moved in vectors
     """
-    kind, kv_fp8, index_fp8, weight_kind, angle_kind, head_dim, index_dim, rotary_dim, block_tokens, wide = variant
-    fp8 = KINDS[FP8]
+
+    dtype: torch.dtype
+    kv_fp8: bool
+    index_fp8: bool
+    weight_dtype: torch.dtype
+    angle_dtype: torch.dtype
+    head_dim: int
+    index_dim: int
+    rotary_dim: int
+    block_tokens: int
+    wide: bool
+
+
+def prepare_source(variant: Variant) -> Source:
+    """The source of one model's layers, the same for every GPU."""
+    kind, fp8 = KINDS[variant.dtype], KINDS[FP8]
     defines = (
         ("NEW_KIND", kind),
-        ("KV_KIND", fp8 if kv_fp8 else kind),
-        ("INDEX_KIND", fp8 if index_fp8 else kind),
-        ("WEIGHT_KIND", weight_kind),
-        ("ANGLE_KIND", angle_kind),
-        ("HEAD_DIM", head_dim),
-        ("INDEX_DIM", index_dim),
-        ("ROTARY_DIM", rotary_dim),
-        ("BLOCK_TOKENS", block_tokens),
-        ("WIDE", int(wide)),
+        ("KV_KIND", fp8 if variant.kv_fp8 else kind),
+        ("INDEX_KIND", fp8 if variant.index_fp8 else kind),
+        ("WEIGHT_KIND", KINDS[variant.weight_dtype]),
+        ("ANGLE_KIND", KINDS[variant.angle_dtype]),
+        ("HEAD_DIM", variant.head_dim),
+        ("INDEX_DIM", variant.index_dim),
+        ("ROTARY_DIM", variant.rotary_dim),
+        ("BLOCK_TOKENS", variant.block_tokens),
+        ("WIDE", int(variant.wide)),
     )
-    source = Source("prepare.cu", defines, headers=("numbers.cuh", "paging.cuh", "shares.cuh"))
-    scratch = rotary_dim + index_dim + block_tokens  # SCRATCH of prepare.cu
+    return Source("prepare.cu", defines, headers=("numbers.cuh", "paging.cuh", "shares.cuh"))
+
+
+@cache
+def prepare_kernel(capability: tuple[int, int], variant: Variant) -> Kernel:
+    """The kernel of one model's layers."""
+    source = prepare_source(variant)
+    scratch = variant.rotary_dim + variant.index_dim + variant.block_tokens  # SCRATCH of prepare.cu
     return Kernel(source, "flashqsa_prepare", PARAMETERS, capability, 32 * WARPS, 4 * WARPS * scratch)
+
+
+def sources(spec: QsaSpec, dtype: torch.dtype, cache_dtype: torch.dtype) -> Iterator[Source]:
+    """What `flashqsa build` compiles ahead for layers of the released model's rotary, weights and angles in `dtype`.
+
+    cache_dtype  of the KV cache; index keys may be FP8 where that is, and are in `dtype` otherwise
+
+    >>> [source.name for source in sources(QsaSpec(), torch.float16, FP8)]
+    ['prepare.cu', 'prepare.cu']
+    """
+    fp8 = cache_dtype == FP8
+    for index_fp8 in sorted({False, fp8}):
+        sizes = (spec.head_dim, spec.index_dim, RELEASED_ROTARY_DIM, spec.block_tokens)
+        variant = Variant(dtype, fp8, index_fp8, dtype, dtype, *sizes, wide=True)
+        yield prepare_source(variant)
 
 
 def strides_bytes(tensor: Tensor) -> tuple[int, ...]:
