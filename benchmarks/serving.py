@@ -112,6 +112,8 @@ def draw(results: dict[str, Any], path: Path) -> None:
     }
     for part, (colour, label) in shown.items():
         runs = results["parts"].get(part, [])
+        if not runs:
+            continue
         lengths = [run["flashqsa"]["prompt_tokens"] for run in runs]
 
         def column(name: str, factor: float = 1.0, runs: list[dict[str, Any]] = runs) -> list[float]:
@@ -125,8 +127,10 @@ def draw(results: dict[str, Any], path: Path) -> None:
         memory.plot(lengths, column("peak_extra_bytes", 2**-30), "o-", color=colour, label=label)
     stock = [run["stock"] for run in results["parts"].get("stock", [])]
     lengths = [run["prompt_tokens"] for run in stock]
-    first.plot(lengths, [run["time_to_first_token_s"] for run in stock], "o-", color="#9a9a9a", label="stock layers")
-    decode.plot(lengths, [run["decode_step_ms"] for run in stock], "o-", color="#9a9a9a", label="stock layers")
+    if stock:
+        grey: dict[str, Any] = {"color": "#9a9a9a", "label": "stock layers"}
+        first.plot(lengths, [run["time_to_first_token_s"] for run in stock], "o-", **grey)
+        decode.plot(lengths, [run["decode_step_ms"] for run in stock], "o-", **grey)
     share.axhline(100 * SHARE_TARGET, color="#b03030", linestyle=":", label="target at 184k")
     first.set(yscale="log", ylabel="seconds", title="Time to first token")
     share.set(ylabel="% of the prefill", title="Sparse layers' share")
