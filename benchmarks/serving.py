@@ -6,7 +6,7 @@
 Each part is one `flashqsa run` over its prompt lengths. Its JSON goes to benchmarks/results/serving-NAME.json as soon
 as it is there, beside the parts of earlier calls; the plot to benchmarks/plots/serving-NAME.png. Weights are random,
 prompts are text. Install flash-linear-attention before: else Transformers' own torch code runs the linear layers, and
-the results say so.
+the results say so. Run it from the top of the checkout.
 """
 
 from __future__ import annotations
@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=HERE / "results", help="where the results go")
     parser.add_argument("--plot-only", action="store_true")
     wanted = parser.parse_args()
-    target, scratch = wanted.folder / f"serving-{wanted.machine}.json", HERE.parent / "build" / "serving.json"
+    target, scratch = wanted.folder / f"serving-{wanted.machine}.json", Path("build/serving.json")
     depth = [] if wanted.layers is None else ["--layers", str(wanted.layers)]
     results: dict[str, Any] = json.loads(target.read_text()) if target.exists() else {"parts": {}}
     if not wanted.plot_only:

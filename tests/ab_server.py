@@ -23,8 +23,8 @@ from typing import Any
 import uvicorn
 
 Send = Callable[[dict[str, Any]], Awaitable[None]]
-SLOW_S = 0.2
-BOOTS = ("good", "dies", "deaf", "unready", "stubborn", "parent")
+SLOW_S, MANY = 0.2, 1000
+BOOTS = ("good", "dies", "deaf", "unready", "stubborn", "parent", "daemon", "loud")
 
 
 def say(text: str) -> None:
@@ -38,6 +38,20 @@ def free_port() -> int:
     with socket.socket() as free:
         free.bind(("localhost", 0))
         return int(free.getsockname()[1])
+
+
+WHOLE_STREAMS = {
+    "rubbish": "data: {rubbish\n\n",
+    "digits": f'data: {{"choices": [], "usage": {{"prompt_tokens": {"9" * 5000}}}}}\n\n',
+    "nested": f"data: {'[' * 100_000}\n\n",
+    "object": 'data: {"object": "error", "message": "out of memory"}\n\n',
+    "abort": 'data: {"choices": [{"delta": {"content": "a"}, "finish_reason": "abort"}]}\n\ndata: [DONE]\n\n',
+    "halves": 'data: {"choices": [{"delta": {"content": "a\\ud83d"}}]}\n\n'
+    'data: {"choices": [{"delta": {"content": "\\ude00b\\ud83d"}, "finish_reason": "stop"}]}\n\ndata: [DONE]\n\n',
+    "lines": ': hi\r\nevent: message\r\nid: 1\r\ndata: {"choices":\r\ndata:[{"delta": {"content": "a\u2028b"}, '
+    '"finish_reason": "stop"}]}\r\n\r\n',
+}
+"""What some models say, whatever they are asked."""
 
 
 class CutError(Exception):
@@ -81,6 +95,13 @@ class App:
         say(f"(Worker_TP0 pid=1) \x1b[32mattend\x1b[0m takes cpu:grouped on cpu (CPU), request {self.asked}")
         if model == "500":
             return await whole(send, 500, {"error": {"message": "out of luck " * 100}})
+        if model == "busy" and body["max_tokens"] > 1:
+            return await whole(send, 429, {"error": "too many requests"})
+        if model == "hangs" and body["max_tokens"] > 1:
+            # Nothing else is answered meanwhile, as where a GPU has stopped.
+            time.sleep(3600)
+        if model == "elsewhere":
+            return await begin_and_end(send, 307, (b"location", b"http://localhost/there"))
         if model == "strict" and "stream_options" in body:
             return await whole(send, 422, {"error": "Unexpected fields: stream_options"})
         if model == "whole":
@@ -97,8 +118,16 @@ class App:
             await asyncio.sleep(SLOW_S)
         if model == "error":
             return await stream(send, 'data: {"error": {"message": "out of memory"}}\n\n')
-        if model == "rubbish":
-            return await stream(send, "data: {rubbish\n\n")
+        if model in WHOLE_STREAMS:
+            return await stream(send, WHOLE_STREAMS[model])
+        if model in ("pings", "chunks"):
+            for _ in range(MANY):
+                await stream(send, ": ping\n\n" if model == "pings" else 'data: {"choices": []}\n\n', more=True)
+                await asyncio.sleep(0.02)
+        if model == "endless":
+            for _ in range(MANY):
+                await event(send, delta={"content": "more "})
+                await asyncio.sleep(0.001)
         if model == "thinks":
             await event(send, delta={"reasoning_content": "Well, "})
         words = [] if model == "empty" else [f"{len(text)} ", "characters ", *["more "] * 60][: body["max_tokens"] - 1]
@@ -111,10 +140,19 @@ class App:
         if model == "open":
             return await stream(send, "", more=False)
         await event(send, delta={}, finish_reason="length")
-        usage = {"prompt_tokens": len(text) // 4, "completion_tokens": len(words) + 1}
+        prompt_tokens = 10**6 if model == "unlikely" else len(text) // 4
+        usage = {"prompt_tokens": prompt_tokens, "completion_tokens": len(words) + 1}
         timings = {"timings": {"predicted_n": 9, "draft_n": 8, "draft_n_accepted": 6}} if model == "llama" else {}
         await stream(send, f"data: {json.dumps({'choices': [], 'usage': usage, **timings})}\n\n", more=True)
-        return await stream(send, ": bye\n\ndata: [DONE]\n\n")
+        await stream(send, ": bye\n\ndata: [DONE]\n\n", more=model == "lingers")
+        if model == "lingers":
+            await asyncio.sleep(3600)
+        return None
+
+
+async def begin_and_end(send: Send, status: int, header: tuple[bytes, bytes]) -> None:
+    await send({"type": "http.response.start", "status": status, "headers": [header]})
+    await stream(send, "")
 
 
 async def begin(send: Send, status: int, kind: str) -> None:
@@ -164,12 +202,21 @@ def main() -> None:
         sys.exit("no memory left")
     if asked.boot == "deaf":
         time.sleep(3600)
+    if asked.boot == "loud":
+        sys.stdout.buffer.write(b"\xff\xfe\x1b[31m\x07" + b"word " * 400_000 + b"\nno memory left\r\n")
+        sys.exit(1)
+    if asked.boot == "daemon":
+        # A child that has left our session and, once we have ended, has us for a parent no more.
+        source = "import os, time; os.setsid(); time.sleep(3600)"
+        pids = [subprocess.Popen([sys.executable, "-c", source]).pid]
     if asked.boot in ("stubborn", "parent"):
         # One child in our session and one in its own; both outlive us unless someone ends them.
         sleep = [sys.executable, "-c", "import time; time.sleep(3600)"]
         pids += [subprocess.Popen(sleep, start_new_session=apart).pid for apart in (False, True)]
     if asked.pids is not None:
         asked.pids.write_text(json.dumps(pids))
+    if asked.boot == "daemon":
+        return
     server = uvicorn.Server(
         uvicorn.Config(
             App(asked.last, asked.boot != "unready", asked.flag),

@@ -22,9 +22,13 @@ import psutil
 import tomlkit
 
 from flashqsa.cli import ab as ab_command
-from flashqsa.cli import process
-from flashqsa.cli.ab_boots import Server, family
-from flashqsa.cli.ab_config import Arm
+from flashqsa.cli import ab_boots, ab_folder, ab_run
+from flashqsa.cli.ab_boots import LOG_BYTES, Server, family, log_end
+from flashqsa.cli.ab_config import Arm, Boot, checked, read_config
+from flashqsa.cli.ab_folder import BootRecord, RunFolder
+from flashqsa.cli.ab_interrupts import Interrupts
+from flashqsa.cli.ab_prompts import CHARACTERS_PER_TOKEN
+from flashqsa.cli.ab_run import Asks
 from flashqsa.cli.serve import SERVER_PACKAGES
 from tests import ab_server
 from tests.ab_server import free_port
@@ -187,15 +191,29 @@ def test_a_server_that_dies_at_work_leaves_what_it_answered(tmp_path: Path) -> N
 
 
 def test_requests_that_fail_do_not_stop_a_boot_and_do_not_count(tmp_path: Path) -> None:
-    file = write(tmp_path, arm(model="cut"), arm(model="500"))
+    file = write(tmp_path, arm(model="cut"), arm(model="busy"))
     result = invoke("ab", "run", file)
     assert result.exit_code == 1
     found = reported(tmp_path)
-    assert [(entry["status"], len(entry["errors"])) for entry in found["boots"]] == [("done", 3), ("done", 4)]
+    assert [(entry["status"], len(entry["errors"])) for entry in found["boots"]] == [("done", 3), ("done", 3)]
     assert {measure["name"] for measure in found["measures"]} == {"ready"}
     assert found["texts"]["conclusion"] == "no greedy text was answered by two boots"
-    assert "HTTP 500" in result.output
+    assert "HTTP 429" in result.output
     assert "the server does not say how many tokens a prompt has" not in result.output
+
+
+def test_a_server_that_refuses_the_first_request_is_asked_no_more(tmp_path: Path) -> None:
+    fix = arm(model="unlikely", metrics="http://localhost:{port}/nowhere")
+    result = invoke("ab", "run", write(tmp_path, arm(model="500"), fix))
+    assert result.exit_code == 1
+    refusing, unlikely = reported(tmp_path)["boots"]
+    assert (refusing["status"], refusing["requests"]) == ("died", 1)
+    assert refusing["reason"].startswith('the first request failed: HTTP 500: {"error": {"message": "out of luck')
+    assert (unlikely["status"], unlikely["requests"]) == ("done", 4)
+    # Nothing was learned from the boot that failed, and the other's count is not believed.
+    assert "says that 2000 characters of text are 1000000 tokens, which is not believed" in result.output
+    assert reported(tmp_path)["characters_per_token"] == CHARACTERS_PER_TOKEN
+    assert f"no metrics can be read at http://localhost:{fix['port']}/nowhere" in result.output
 
 
 def alive(pids: list[int]) -> list[int]:
@@ -211,10 +229,22 @@ def wait_for(path: Path, text: str, run: subprocess.Popen[bytes]) -> None:
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP], ids=lambda told: told.name)
-def test_an_interrupted_run_leaves_nothing_and_goes_on(told: signal.Signals, tmp_path: Path) -> None:
+SIGNALS = [
+    ("parent", [signal.SIGINT]),
+    ("parent", [signal.SIGTERM]),
+    ("parent", [signal.SIGHUP]),
+    ("parent", [signal.SIGQUIT]),
+    ("parent", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]),
+    ("stubborn", [signal.SIGINT] * 5),
+]
+
+
+@pytest.mark.parametrize(
+    ("mode", "told"), SIGNALS, ids=[f"{mode}-{len(told)}-{told[-1].name}" for mode, told in SIGNALS]
+)
+def test_an_interrupted_run_leaves_nothing_and_goes_on(mode: str, told: list[signal.Signals], tmp_path: Path) -> None:
     flag, pids = tmp_path / "silent", tmp_path / "pids"
-    file = write(tmp_path, arm(), arm("--boot", "parent", "--flag", str(flag), "--pids", str(pids)))
+    file = write(tmp_path, arm(), arm("--boot", mode, "--flag", str(flag), "--pids", str(pids), stop_timeout_s=3.0))
     flag.touch()
     command = [sys.executable, "-m", "flashqsa", "ab", "run", file]
     run = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True)
@@ -222,7 +252,8 @@ def test_an_interrupted_run_leaves_nothing_and_goes_on(told: signal.Signals, tmp
         wait_for(tmp_path / "ab-run/boots/01-fix/log", "silence", run)
         started = json.loads(pids.read_text())
         assert len(alive(started)) == 3
-        run.send_signal(told)
+        for each in told:
+            run.send_signal(each)
         output = run.communicate(timeout=SECONDS)[0].decode()
     finally:
         run.kill()
@@ -249,7 +280,7 @@ def test_a_server_that_will_not_end_is_killed_with_what_it_started(tmp_path: Pat
         server.wait_until_ready()
         started = json.loads(pids.read_text())
         assert len(alive(started)) == 3
-        assert {each.pid for each in family(started[0])} == set(started[1:])
+        assert {each.pid for each in family(started[0], "no mark")} == set(started[1:])
         ended = server.stop()
     assert "I stay" in (tmp_path / "log").read_text()
     assert (ended.killed, ended.code, ended.remnants) == (True, -signal.SIGKILL, 2)
@@ -257,16 +288,71 @@ def test_a_server_that_will_not_end_is_killed_with_what_it_started(tmp_path: Pat
     assert server.stop() is ended
 
 
-def test_signals_interrupt_unless_they_are_ignored() -> None:
+def test_a_server_that_cannot_be_killed_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ab_boots, "KILLED_S", 0.2)
+    kept: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(subprocess.Popen, "kill", lambda process: kept.append(process))
+    try:
+        result = invoke("ab", "run", write(tmp_path, arm("--boot", "stubborn", stop_timeout_s=0.3), arm()))
+    finally:
+        for process in kept:
+            process.send_signal(signal.SIGKILL)
+            process.wait()
+    assert result.exit_code == 2
+    assert f"error: process {kept[0].pid}: the server does not end though it was killed" in result.stderr
+
+
+def test_a_server_that_turns_into_a_daemon_is_ended_too(tmp_path: Path) -> None:
+    pids = tmp_path / "pids"
+    assert invoke("ab", "run", write(tmp_path, arm("--boot", "daemon", "--pids", str(pids)), arm())).exit_code == 1
+    dead = reported(tmp_path)["boots"][0]
+    assert (dead["status"], dead["reason"]) == ("died", "the server ended with code 0")
+    assert dead["stopped"].endswith("1 processes of its own were left and ended")
+    assert alive(json.loads(pids.read_text())) == []
+
+
+def test_what_is_shown_of_a_log_is_short_and_plain(tmp_path: Path) -> None:
+    assert invoke("ab", "run", write(tmp_path, arm("--boot", "loud"), arm())).exit_code == 1
+    dead = reported(tmp_path)["boots"][0]
+    assert dead["log_end"].splitlines()[-1] == "no memory left"
+    assert len(dead["log_end"]) <= LOG_BYTES
+    assert (tmp_path / "ab-run/boots/00-base/log").stat().st_size > 2_000_000
+    log = tmp_path / "log"
+    log.write_bytes(b"one\n\x1b[31mt\x07wo\x1b[0m \xff\r\n")
+    assert log_end(log) == "one\ntwo \ufffd"
+
+
+def test_signals_interrupt_once_unless_they_are_ignored() -> None:
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN), signal.getsignal(signal.SIGTERM)
     try:
-        with process.interrupted_by_signals():
+        with Interrupts().taken() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)  # as under nohup
             with pytest.raises(KeyboardInterrupt):
                 os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGINT)
+            assert interrupts.count == 2
         assert (signal.getsignal(signal.SIGHUP), signal.getsignal(signal.SIGTERM)) == (signal.SIG_IGN, before[1])
     finally:
         signal.signal(signal.SIGHUP, before[0])
+
+
+def test_what_is_held_back_interrupts_at_its_end() -> None:
+    reached = []
+
+    def work() -> None:
+        with interrupts.held():
+            with interrupts.held():
+                os.kill(os.getpid(), signal.SIGINT)
+                reached.append("inner")
+            reached.append("outer")
+        reached.append("never")
+
+    with Interrupts().taken() as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            work()
+        with interrupts.held():
+            reached.append("once")
+    assert reached == ["inner", "outer", "once"]
 
 
 @pytest.mark.parametrize("told", [signal.SIGINT, signal.SIGTERM], ids=lambda told: told.name)
@@ -284,9 +370,9 @@ def test_an_interruption_while_a_server_starts_leaves_none(
     monkeypatch.setattr(subprocess, "Popen", interrupted)
     keys = {**arm("--boot", "deaf"), "folder": str(tmp_path)}
     with (
-        process.interrupted_by_signals(),
+        Interrupts().taken() as interrupts,
         pytest.raises(KeyboardInterrupt),
-        Server(Arm(**keys), tmp_path / "log") as one,
+        Server(Arm(**keys), tmp_path / "log", interrupts) as one,
     ):
         one.start()
     assert started[0].returncode is not None
@@ -315,6 +401,98 @@ def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
     refused(invoke("ab", "run", write(tmp_path, arm(), arm())), "wanted a new folder or one of an earlier run")
     refused(invoke("ab", "report", str(tmp_path / "ab-run")), "no run of `flashqsa ab` is there")
     assert os.listdir(tmp_path / "ab-run") == ["mine"]
+
+
+def test_a_server_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ab_run, "DEATH_S", 0.1)
+    monkeypatch.setattr(ab_run, "ANSWER_S", 0.2)
+    decode = {"kinds": ["prose", "code", "edit"], "new_tokens": 8}
+    plan = {"order": ["base", "fix"], "request_timeout_s": 2.0}
+    file = write(tmp_path, arm(model="hangs", stop_timeout_s=0.5), arm(), decode=decode, plan=plan)
+    assert invoke("ab", "run", file).exit_code == 1
+    hung, well = reported(tmp_path)["boots"]
+    assert (hung["status"], hung["requests"], len(hung["errors"])) == ("died", 4, 3)
+    assert hung["reason"].startswith("the server answers no request any more, nor at http://localhost:")
+    assert hung["reason"].endswith("/health: ReadTimeout: timed out")
+    assert (well["status"], well["requests"]) == ("done", 6)
+
+
+def test_versions_that_have_changed_are_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write(tmp_path, arm(), arm())
+    assert "versions have changed" not in invoke("ab", "run", file).output
+    monkeypatch.setattr(ab_run, "versions", lambda: {**ab_folder.versions(), "torch": "0.1"})
+    result = invoke("ab", "run", file)
+    assert result.exit_code == 0
+    assert "since this run began, versions have changed: torch " in result.output
+    assert ", now 0.1;" in " ".join(result.output.split())
+
+
+def test_a_plan_may_ask_nothing_but_the_first_request(tmp_path: Path) -> None:
+    nothing: dict[str, Any] = {"long": {"tokens": []}, "decode": {"kinds": []}}
+    result = invoke("ab", "run", write(tmp_path, arm(), arm(), **nothing))
+    assert result.exit_code == 0, result.output
+    found = reported(tmp_path)
+    assert [entry["requests"] for entry in found["boots"]] == [1, 1]
+    assert {measure["name"] for measure in found["measures"]} == {"ready"}
+    assert found["texts"]["conclusion"] == "no greedy text was answered by two boots"
+
+
+def test_a_log_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    file = write(tmp_path, arm(), arm())
+    config = read_config(Path(file))
+    RunFolder.begin(tmp_path / "ab-run", config, Asks(config, CHARACTERS_PER_TOKEN).fingerprint())
+    (tmp_path / "ab-run/boots/00-base/log").mkdir(parents=True)
+    result = invoke("ab", "run", file)
+    assert result.exit_code == 2
+    assert "boots/00-base/log: cannot be written: Is a directory" in result.stderr
+
+
+def test_texts_that_have_changed_are_not_put_together(tmp_path: Path) -> None:
+    book, questions = tmp_path / "book 1.txt", tmp_path / "my questions.toml"
+    book.write_text("One sentence. Another one.\n\nA paragraph more.\n")
+    questions.write_text("[[question]]\nname = 'n'\ntext = 't'\nfacts = ['characters']\n")
+    long = {"tokens": [300], "uncounted": 0, "texts": [book.name]}
+    file = write(tmp_path, arm(), arm(), long=long, quality={"file": questions.name, "new_tokens": 3})
+    assert invoke("ab", "run", file).exit_code == 0
+    for changed, text in ((book, "Other words."), (questions, "[[question]]\nname = 'n'\ntext = 'u'\nfacts = ['x']\n")):
+        before = changed.read_text()
+        changed.write_text(text)
+        refused(invoke("ab", "run", file), "holds a run with other texts or questions")
+        changed.write_text(before)
+    # The report needs neither.
+    facts = reported(tmp_path)["facts"]
+    assert facts[-1] == {"request": "question-n", "of": 1, "found": {"00-base": 1, "01-fix": 1}}
+    book.unlink()
+    questions.unlink()
+    assert invoke("ab", "report", str(tmp_path / "ab-run")).exit_code == 0
+    assert reported(tmp_path)["facts"] == facts
+    (tmp_path / "ab-run/prompts.json").unlink()
+    refused(invoke("ab", "report", str(tmp_path / "ab-run")), "prompts.json: cannot be read: No such file")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("run.json", "{", "run.json: damaged: Expecting property name"),
+        ("run.json", '{"schema": 1}', "run.json: damaged: started: Field required"),
+        ("run.json", '{"schema": 7}', "run.json: wanted a file of `flashqsa ab` with schema 1"),
+        ("boots/00-base/boot.json", "", "boot.json: damaged: Expecting value"),
+        ("boots/00-base/boot.json", '{"schema": 1, "boot": 3}', "boot.json: damaged: boot: Input should be"),
+        ("boots/00-base/boot.json", "[" * 100_000, "boot.json: damaged: "),
+        ("boots/00-base/boot.json", "other", "00-base/boot.json: damaged: wanted boot 00-base; got 01-fix"),
+    ],
+)
+def test_a_damaged_folder_is_refused_with_its_file(name: str, text: str, message: str, tmp_path: Path) -> None:
+    config = checked({"arms": {one: {"command": "x"} for one in ("base", "fix")}, **QUICK}, "ab.toml")
+    folder = RunFolder.begin(tmp_path / "a run", config, "asked")
+    for index, one in enumerate(config.arms):
+        record = BootRecord(Boot(index, one, True), "done", None, "", 1.0, "", "", ())
+        folder.boot(record.boot).mkdir(parents=True)
+        folder.keep(record)
+    assert invoke("ab", "report", str(folder.path)).exit_code == 0
+    damaged = folder.path / name
+    damaged.write_text((folder.boot(config.boots()[1]) / "boot.json").read_text() if text == "other" else text)
+    refused(invoke("ab", "report", str(folder.path)), message)
 
 
 def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from datetime import date
 from pathlib import Path
 from typing import Any
 
@@ -66,16 +67,58 @@ def test_the_order_of_boots_is_the_files() -> None:
         ({"probe": {"pattern": "("}}, "probe.pattern: wanted a regular expression"),
         ({"evidence": {"patterns": {"x": "("}}}, "evidence.patterns.x: wanted a regular expression"),
         ({"evidence": {"worker": "x"}}, "evidence.worker: wanted a regular expression with a group"),
+        (
+            {"evidence": {"patterns": {"x": "a*"}}},
+            "evidence.patterns.x: wanted a regular expression that does not match",
+        ),
+        (
+            {"probe": {"pattern": "a{99999999999999999999}"}},
+            "probe.pattern: wanted a regular expression: the repetition",
+        ),
+        ({"probe": {"pattern": "(" * 5000 + ")" * 5000}}, "probe.pattern: wanted a regular expression: "),
+        ({"probe": {"body": {"x": float("inf")}}}, "probe.body.x: wanted what JSON can carry"),
+        ({"probe": {"draws": 10**9}}, "probe.draws: wanted less than or equal to 10000"),
+        ({"long": {"tokens": [10**12]}}, "long.tokens.0: wanted less than or equal to 16000000"),
+        ({"long": {"tokens": [400]}}, "long.uncounted: wanted fewer than long.tokens has, 1; got 1"),
+        ({"long": {"characters_per_token": 1e300}}, "long.characters_per_token: wanted less than or equal to 100"),
+        ({"long": {"texts": ["a\0"]}}, "long.texts.0: wanted a text without the character of code 0"),
+        (
+            {"decode": {"kinds": ["code", "code"]}},
+            "decode.kinds: wanted each kind once; decode.repeats asks them again",
+        ),
+        ({"plan": {"request_timeout_s": float("inf")}}, "plan.request_timeout_s: wanted a finite number; got inf"),
+        ({"plan": {"request_timeout_s": 1e300}}, "plan.request_timeout_s: wanted less than or equal to 1000000"),
+        ({"arms": {**ARMS, "a" * 300: {"command": "a"}}}, f"arms.{'a' * 300}: wanted a text that should match"),
+        *(
+            ({"arms": {**ARMS, "fix": {"command": "a", **keys}}}, f"arms.fix.{message}")
+            for keys, message in (
+                ({"body": {"x": date(2024, 1, 1)}}, "body.x: wanted what JSON can carry: Object of type"),
+                (
+                    {"body": {"stream": False}},
+                    "body.stream: wanted other keys than those of every request: answers are",
+                ),
+                ({"body": {"temperature": 1.0}}, "body.temperature: wanted other keys than those of every request: it"),
+                ({"environment": {"A=B": "x"}}, "environment.A=B: wanted the name of an environment variable"),
+                ({"environment": {"A": "\0"}}, "environment.A: wanted a text without the character of code 0"),
+                ({"url": "{port:zz}"}, "url: wanted a text with {port} or {python} in it (a brace is doubled): {port}"),
+                ({"url": "http://a{port:{x}}"}, "url: wanted a text with {port} or {python} in it"),
+                ({"url": "localhost:80/v1"}, "url: wanted an address that begins with http:// or https:// and a host"),
+                ({"ready": "http://[::1/v1"}, "ready: wanted an address: "),
+                ({"metrics": "/metrics"}, "metrics: wanted an address that begins with http://"),
+                ({"command": ["", "a"]}, "command: wanted a program and its arguments"),
+                ({"folder": "~no-such-user/a"}, "folder: wanted a path: "),
+            )
+        ),
         ({"plna": {}}, "plna: no such key; plan is one"),
         ({"plan": 3}, "plan: wanted a valid dictionary"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_what_is_wrong_is_said_with_its_key(tables: dict[str, Any], message: str, tmp_path: Path) -> None:
-    with pytest.raises(UserError, match=re.escape(f"ab.toml: {message}")):
-        config(**tables)
     file = tmp_path / "ab.toml"
     file.write_text(tomlkit.dumps({"arms": ARMS, **tables}))
+    with pytest.raises(UserError, match=re.escape(f"ab.toml: {message}")):
+        read_config(file)
     refused(invoke("ab", "run", str(file)), message)
     assert list(tmp_path.iterdir()) == [file], "nothing is made for a configuration that is wrong"
 
@@ -86,6 +129,17 @@ def test_what_is_no_toml_is_said_with_its_line(tmp_path: Path) -> None:
     refused(invoke("ab", "run", str(file)), "not TOML")
     assert "line 2" in invoke("ab", "run", str(file)).stderr
     refused(invoke("ab", "run", str(tmp_path / "none.toml")), "No such file")
+    arms = "".join(f"[arms.{name}]\ncommand = 'a'\n" for name in ("base", "base"))
+    file.write_text(arms)
+    refused(invoke("ab", "run", str(file)), 'Key "base" already exists')
+    file.write_bytes(b"\xff\xfe")
+    refused(invoke("ab", "run", str(file)), "not UTF-8 text")
+
+
+def test_a_file_may_begin_as_some_editors_begin_it(tmp_path: Path) -> None:
+    file = tmp_path / "ab.toml"
+    file.write_bytes(b"\xef\xbb\xbf" + tomlkit.dumps({"arms": ARMS}).replace("\n", "\r\n").encode())
+    assert list(read_config(file).arms) == ["base", "fix"]
 
 
 def test_the_example_is_written_once_and_is_right(tmp_path: Path) -> None:
@@ -165,6 +219,18 @@ def test_questions_are_taken_from_a_file_and_refused_by_key(tmp_path: Path) -> N
         ("[[question]]\nname = 'n'\ntext = 't'\n", "question.0.facts: wanted"),
         ("[[question]]\nname = 'n'\ntext = 't'\nfacts = ['(']\n", "question.0.facts.0: wanted a regular expression"),
         ("[[question]]\nname = 'n'\ntext = 't'\nfacts = ['a']\n" * 2, "question.1.name: wanted a name of its own"),
+        (
+            "[[question]]\nname = 'n'\ntext = 't'\nfacts = ['a{99999999999999999999}']\n",
+            "question.0.facts.0: wanted a reg",
+        ),
+        (
+            "[[question]]\nname = 'n'\ntext = 't'\nfacts = [3]\n",
+            "question.0.facts.0: wanted a regular expression; got 3",
+        ),
+        ("[[question]]\nname = 'n'\ntext = 't'\nfacts = ['a']\nfact = 1\n", "question.0.fact: no such key"),
+        ("[[question]]\nname = 'n'\ntext = 't'\nfacts = ['a']\n[x]\n", "x: no such key; question is one"),
+        ("[[questions]]\nname = 'n'\ntext = 't'\nfacts = ['a']\n", "question: wanted tables"),
+        ("", "question: wanted tables [[question]]; quality.new_tokens = 0 asks none"),
         ("question = 3\n", "question: wanted tables"),
     ):
         with pytest.raises(UserError, match=re.escape(message)):

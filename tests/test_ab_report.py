@@ -17,8 +17,8 @@ from flashqsa import route
 from flashqsa.cli.ab_compare import compare, conclusion, pairs, probed
 from flashqsa.cli.ab_config import Boot, Config, Evidence, checked
 from flashqsa.cli.ab_evidence import Sighting, search
-from flashqsa.cli.ab_folder import BootRecord, RunFolder
-from flashqsa.cli.ab_measures import CHANCE, measures
+from flashqsa.cli.ab_folder import BootRecord, Prompts, RunFolder
+from flashqsa.cli.ab_measures import CHANCE, Measure, Side, measures
 from flashqsa.cli.ab_report import Table, findings, markdown, rule
 from flashqsa.cli.ab_requests import Answer
 from flashqsa.testing.cases import CASES
@@ -119,12 +119,27 @@ def test_a_difference_is_called_one_above_the_spread_only(
         assert found["prefill"].verdict == verdict
 
 
+def test_the_spread_stands_beside_the_difference_in_the_same_unit() -> None:
+    values = [("base", 1.0), ("base", 1.1), ("fix", 0.5), ("fix", 0.7)]
+    found = by_name([record(index, arm, answer(first_s=value)) for index, (arm, value) in enumerate(values)])
+    measure = found["time to first token"]
+    assert measure.relative == pytest.approx(-0.45 / 1.05)
+    assert measure.relative_spread == pytest.approx(0.2 / 1.05)
+    assert by_name([record(0, "base", answer()), record(1, "fix", answer())])["prefill"].relative_spread is None
+
+
 @pytest.mark.parametrize("boots", CHANCE)
 def test_how_often_noise_is_called_a_difference(boots: int) -> None:
     base, fix = np.random.default_rng(0).normal(size=(2, 200_000, boots))
     spread = np.maximum(np.ptp(base, axis=1), np.ptp(fix, axis=1))
     called = np.abs(base.mean(axis=1) - fix.mean(axis=1)) > spread
     assert called.mean() == pytest.approx(CHANCE[boots], abs=0.005)
+    for one, other, wanted in zip(base[:500].tolist(), fix[:500].tolist(), called[:500].tolist(), strict=True):
+        sides = [
+            Side(arm, tuple((str(i), x) for i, x in enumerate(side)))
+            for arm, side in zip(ARMS, (one, other), strict=True)
+        ]
+        assert Measure("ready", "s", "boot", True, *sides).verdict.endswith("is better") == wanted
     values = [("base", answer()), ("fix", answer())] * boots
     found = measures([record(index, arm, kept) for index, (arm, kept) in enumerate(values)], ARMS)
     assert f"With {boots} boots of each arm" in rule(found)
@@ -139,6 +154,13 @@ def test_texts_are_compared_word_by_word() -> None:
     assert (difference.first, difference.second) == ("is wide", "was wide")
     assert (pair.compared, pair.same, pair.spaces, pair.empty) == (3, 2, ("b",), ("c",))
     assert conclusion([pair]) == "greedy texts differ between the arms only: a; no word was said in: c"
+
+
+def test_what_a_terminal_would_obey_is_shown_as_text() -> None:
+    pair = compare(record(0, "base", answer(text="a \x1b[2Jb")), record(1, "fix", answer(text="a b\u202e")))
+    assert [(d.first, d.second) for d in pair.differences] == [("\\x1b[2Jb", "b\\u202e")]
+    evidence = Evidence(flashqsa=False, patterns={"x": r"is (?P<name>\S+)"})
+    assert list(search("it is \x1b[2Jred\n", evidence)) == [("x: \\x1b[2Jred", "server")]
 
 
 def test_a_thought_is_part_of_the_text() -> None:
@@ -220,6 +242,11 @@ def test_what_flashqsa_logs_is_what_is_searched_for(
     assert any(label.startswith("FlashQSA route: select cpu:") for label in labels)
 
 
+def test_a_line_may_match_and_name_no_worker() -> None:
+    evidence = Evidence(flashqsa=False, patterns={"x": "found"}, worker=r"by (?P<worker>\w+)|found")
+    assert search("by TP0: found\nfound\n", evidence) == {("x", "TP0"): 1, ("x", "server"): 1}
+
+
 def test_a_worker_without_the_finding_is_named() -> None:
     sighting = Sighting("x", {"00-base": {"TP0": 1}, "01-fix": {"server": 2}})
     assert sighting.in_boot("00-base", ["TP0", "TP1", "server"]) == "TP0 1, TP1 no"
@@ -233,11 +260,18 @@ def test_tables_survive_what_stands_in_their_cells() -> None:
 
 
 def test_answers_with_fences_are_quoted_whole(tmp_path: Path) -> None:
-    folder = RunFolder.begin(tmp_path / "run", config(quality={"new_tokens": 9}, plan={"order": ["base", "fix"]}))
+    folder = RunFolder.begin(
+        tmp_path / "run", config(quality={"new_tokens": 9}, plan={"order": ["base", "fix"]}), "asked"
+    )
+    folder.remember(4.0, Prompts({"question-code": "?"}, {"question-code": [r"x = \d"]}, "draw"))
     said = "```python\nx = 1\n```"
     for index, arm in enumerate(ARMS):
         kept = record(index, arm, answer("question-code", "quality", group="code", text=said))
         folder.boot(kept.boot).mkdir(parents=True)
         folder.keep(kept)
     assert folder.records()[0].answers[0].text == said
+    assert findings(folder).known[0].found == {"00-base": 1, "01-fix": 1}
     assert f"````text\n{said}\n````" in markdown(findings(folder), [])
+    # A log that is gone says nothing; one that is there and holds nothing says no.
+    folder.log(folder.config.boots()[1]).touch()
+    assert "| left to the stock layer | - | no |" in markdown(findings(folder), [])

@@ -76,12 +76,17 @@ def test_a_server_that_will_not_be_asked_for_usage_is_asked_again_without(server
 @pytest.mark.parametrize(
     ("model", "error", "text"),
     [
+        ("elsewhere", "HTTP 307: it leads to http://localhost/there, and is not followed", ""),
         ("500", 'HTTP 500: {"error": {"message": "out of luck', ""),
         ("cut", "the stream was cut after 2 chunks", "31 characters "),
         ("open", "the stream was cut after 5 chunks: no reason to finish, and no end", "31 characters more more end."),
         ("error", 'the stream holds an error: {"error": {"message": "out of memory"}}', ""),
         ("rubbish", "the stream holds what is not JSON: {rubbish", ""),
-        ("whole", "SSEError: Expected response header Content-Type", ""),
+        ("digits", "the stream holds what is not JSON", ""),
+        ("nested", "the stream holds what is not JSON", ""),
+        ("object", 'the stream holds an error: {"object": "error", "message": "out of memory"}', ""),
+        ("abort", "the server gave the answer up", "a"),
+        ("whole", 'HTTP 200: no stream of events but application/json: {"choices": []}', ""),
     ],
 )
 def test_what_goes_wrong_is_said_and_what_came_is_kept(
@@ -97,6 +102,31 @@ def test_what_goes_wrong_is_said_and_what_came_is_kept(
 def test_a_silent_server_is_not_waited_for_forever(server: tuple[str, App]) -> None:
     answer = talk(server[0], "silent", timeout_s=0.3).ask(ASK)
     assert answer.error == "nothing came for 0.3 s, after 0 chunks"
+
+
+@pytest.mark.parametrize("model", ["pings", "chunks"])
+def test_a_stuck_server_that_keeps_its_connection_is_not_waited_for_forever(
+    server: tuple[str, App], model: str
+) -> None:
+    answer = talk(server[0], model, timeout_s=0.3).ask(ASK)
+    assert answer.error == "nothing was said for 0.3 s in an open stream, after 0 chunks"
+
+
+def test_an_answer_without_an_end_is_ended(server: tuple[str, App]) -> None:
+    answer = talk(server[0], "endless").ask(ASK)
+    assert answer.error == "the answer is longer than the 5 tokens that were asked: 75 chunks"
+    assert answer.words == ["more"] * 75
+
+
+def test_a_stream_is_over_with_its_last_event(server: tuple[str, App]) -> None:
+    answer = talk(server[0], "lingers", timeout_s=5.0).ask(ASK)
+    assert (answer.error, answer.answer_tokens) == (None, 5)
+    assert talk(server[0], "lines").ask(ASK).text == "a\u2028b"
+
+
+def test_halves_of_characters_are_joined_and_can_be_written(server: tuple[str, App]) -> None:
+    answer = talk(server[0], "halves").ask(ASK)
+    assert (answer.error, answer.text) == (None, "a\U0001f600b\ufffd")
 
 
 def test_proxies_of_the_environment_are_passed_by(server: tuple[str, App], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import re
+import secrets
 import signal
 import socket
 import subprocess
@@ -18,15 +21,23 @@ import psutil
 
 from flashqsa import knobs
 from flashqsa.cli.ab_config import Arm
-from flashqsa.cli.process import interrupts_held
+from flashqsa.cli.ab_interrupts import Interrupts
 from flashqsa.cli.show import UserError
 
 POLL_S = 0.1
 REMNANT_S = 5.0
 """How long what a server left behind may take to end once it is told to."""
 
-READY_TIMEOUT_S, KILLED_S = 10.0, 10.0
-LOG_LINES = 20
+READY_TIMEOUT_S, KILLED_S, ROUNDS = 10.0, 10.0, 5
+LOG_LINES, LOG_BYTES = 20, 8192
+"""What is shown of a log's end, at most."""
+
+MARK = "AB_OF_FLASHQSA"
+"""A variable that a server and all it starts have, each boot with another value: what has left the server's session and
+lost its parent, as a daemon does, is found by it."""
+
+CONTROLS = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f]")
+"""What a terminal would obey, and not show."""
 
 
 class BootError(Exception):
@@ -34,12 +45,14 @@ class BootError(Exception):
 
 
 def log_end(path: Path, lines: int = LOG_LINES) -> str:
-    """The last lines of a log; empty where there is none."""
+    """The last lines of a log, LOG_BYTES at most and as plain text; empty where there is none."""
     try:
-        text = path.read_bytes().decode(errors="replace")
+        with path.open("rb") as source:
+            source.seek(max(source.seek(0, os.SEEK_END) - LOG_BYTES, 0))
+            text = source.read().decode(errors="replace")
     except OSError:
         return ""
-    return "\n".join(text.splitlines()[-lines:])
+    return CONTROLS.sub("", "\n".join(text.splitlines()[-lines:]))
 
 
 @dataclass(frozen=True)
@@ -69,11 +82,15 @@ class Server:
 
     It is the leader of a session of its own, so control-C reaches it through us alone, and everything that it starts
     can be found.
+
+    interrupts  what to hold back while the server is started and ended
     """
 
     arm: Arm
     log: Path
+    interrupts: Interrupts = field(default_factory=Interrupts)
     ended: Ended | None = None
+    _mark: str = field(default_factory=lambda: secrets.token_hex(8), repr=False)
     _process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
 
     def __enter__(self) -> Server:
@@ -88,8 +105,13 @@ class Server:
         words = self.arm.words(sys.executable)
         changes = {name: self.arm.filled(text, sys.executable) for name, text in self.arm.environment.items()}
         # A server that is killed should not take the end of its log with it.
-        environment = knobs.environment_with({"PYTHONUNBUFFERED": "1", **changes})
-        with self.log.open("wb") as target, interrupts_held():
+        environment = knobs.environment_with({"PYTHONUNBUFFERED": "1", **changes, MARK: self._mark})
+        with self.interrupts.held():
+            try:
+                self.log.parent.mkdir(parents=True, exist_ok=True)
+                target = self.log.open("wb")
+            except OSError as error:
+                raise UserError(f"{self.log}: cannot be written: {error.strerror or error}") from error
             try:
                 self._process = subprocess.Popen(
                     words,
@@ -102,6 +124,8 @@ class Server:
                 )
             except OSError as error:
                 raise UserError(f"command {words[0]}: cannot be started: {error.strerror or error}") from error
+            finally:
+                target.close()
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
@@ -136,15 +160,23 @@ class Server:
         if not in_use(self.arm.port):
             raise BootError(f"nothing listens at port {self.arm.port} any more")
 
+    def check_answers(self, seconds: float) -> None:
+        """Raises BootError where the ready URL is not answered with 200 within a while."""
+        said = self._ready(seconds)
+        if said is not None:
+            address = self.arm.filled(self.arm.ready, sys.executable)
+            raise BootError(f"the server answers no request any more, nor at {address}: {said}")
+
     def _ready(self, timeout_s: float) -> str | None:
         """None where the ready URL answers 200, else what is wrong."""
         try:
             address = self.arm.filled(self.arm.ready, sys.executable)
             # The server stands on this machine: no proxy that the environment names leads to it.
-            answer = httpx.get(address, timeout=timeout_s, trust_env=False)
+            with httpx.stream("GET", address, timeout=timeout_s, trust_env=False) as answer:
+                status = answer.status_code
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             return f"{type(error).__name__}: {error}"
-        return None if answer.status_code == httpx.codes.OK else f"it answered {answer.status_code}"
+        return None if status == httpx.codes.OK else f"it answered {status}"
 
     def wait_until_ready(self, tick: Callable[[], None] = lambda: None) -> float:
         """Seconds until the ready URL answers 200. Raises BootError where the server ends before, or takes too long."""
@@ -162,28 +194,42 @@ class Server:
             time.sleep(POLL_S)
 
     def stop(self) -> Ended:
-        """Tells the server to end, kills it where it does not, and ends what it left behind."""
+        """Tells the server to end, kills it where it does not, and ends what it left behind.
+
+        What interrupts meanwhile is held back, and means now: the server is killed at once. Raises UserError for one
+        that not even that ends, as where it waits for a driver: the next would be measured beside it.
+        """
         if self.ended is not None:
             return self.ended
-        started = time.monotonic()
-        mine = family(self.child.pid)
-        killed = False
-        try:
+        started, interrupted = time.monotonic(), self.interrupts.count
+        with self.interrupts.held():
+            mine = family(self.child.pid, self._mark)
             if self.child.poll() is None:
                 self.child.send_signal(signal.SIGTERM)
-                try:
-                    self.child.wait(self.arm.stop_timeout_s)
-                except subprocess.TimeoutExpired:
-                    killed = True
+            while self.child.poll() is None and self.interrupts.count == interrupted:
+                if time.monotonic() - started > self.arm.stop_timeout_s:
+                    break
+                time.sleep(POLL_S)
+            killed = self.child.poll() is None
             took = time.monotonic() - started
-        finally:
-            # Also after a second control-C, which means now.
-            if self.child.poll() is None:
-                mine |= family(self.child.pid)
+            if killed:
+                mine |= family(self.child.pid, self._mark)
                 self.child.kill()
-                self.child.wait(KILLED_S)
-            remnants = end_all({*mine, *family(self.child.pid)})
-        self.ended = Ended(self.child.returncode, took, killed, remnants)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self.child.wait(KILLED_S)
+            remnants = end_all({*mine, *family(self.child.pid, self._mark)})
+            for _ in range(ROUNDS):
+                # What was just being started while the others were counted.
+                late = end_all(family(self.child.pid, self._mark))
+                remnants += late
+                if not late:
+                    break
+            code = self.child.poll()
+            if code is None:
+                raise UserError(
+                    f"process {self.child.pid}: the server does not end though it was killed; see to it first"
+                )
+            self.ended = Ended(code, took, killed, remnants)
         return self.ended
 
 
@@ -206,12 +252,14 @@ def in_use(port: int) -> bool:
         return False
 
 
-def family(leader: int) -> set[psutil.Process]:
-    """What a leader started: its session, and its descendants in sessions of their own. Not the leader."""
+def family(leader: int, mark: str) -> set[psutil.Process]:
+    """What a leader started: its session, its descendants, and whoever has its mark. Not the leader."""
     found: set[psutil.Process] = set()
-    for process in psutil.process_iter():
+    for process in psutil.process_iter(["environ"]):
         try:
-            if process.pid != leader and _session(process.pid) == leader:
+            # Its variables are None where they belong to somebody else.
+            marked = (process.info["environ"] or {}).get(MARK) == mark
+            if process.pid != leader and (marked or _session(process.pid) == leader):
                 found.add(process)
         except (psutil.Error, OSError):
             continue
@@ -258,5 +306,5 @@ def _runs(process: psutil.Process) -> bool:
 def _quietly(action: Callable[[], None]) -> None:
     try:
         action()
-    except psutil.NoSuchProcess:
+    except psutil.Error:
         return

@@ -10,7 +10,7 @@ from typing import Any
 
 from flashqsa.cli.ab_config import Config
 from flashqsa.cli.ab_folder import BootRecord
-from flashqsa.cli.ab_requests import Answer
+from flashqsa.cli.ab_requests import Answer, printable
 
 GREEDY = ("long", "decode", "quality")
 SHOWN_WORDS, SHOWN_CHARACTERS = 8, 80
@@ -116,7 +116,7 @@ def compare(one: BootRecord, other: BootRecord) -> Pair:
 
 
 def _shown(words: Sequence[str]) -> str:
-    text = " ".join(words)
+    text = printable(" ".join(words))
     return text if len(text) <= SHOWN_CHARACTERS else f"{text[:SHOWN_CHARACTERS]}..."
 
 

@@ -12,11 +12,13 @@ import re
 import shlex
 import string
 import typing
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import httpx
 import tomlkit
 import tomlkit.exceptions
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
@@ -37,28 +39,71 @@ OWN_LINES = {
 WORKER = r"\((?P<worker>[A-Za-z]\w*) pid=\d+\)"
 """How vLLM marks the lines of its workers."""
 
+OWN_KEYS = {
+    "messages": "it is what is asked",
+    "stream": "answers are always streamed",
+    "n": "there is one answer to a request",
+    "max_tokens": "new_tokens of long, decode, quality and probe say it",
+    "temperature": "it is 0, and probe.temperature for the draws",
+    "seed": "the draws have their own",
+    "model": "the arm's key model says it",
+}
+"""Keys of a request's body that the rest of the file decides, and where."""
+
+LONGEST_S = 1e6
+"""The longest wait that can be asked, 11 days: the system refuses longer ones only once they begin."""
+
+MOST_TOKENS, MOST_ANSWERED, MOST_REQUESTS = 16_000_000, 2**31 - 1, 10_000
+"""Of one prompt, of one answer, and of requests of one kind: above every model's context, and within memory."""
+
 
 class Part(BaseModel):
     """A table of the file: no unknown keys, no conversion between types."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True, allow_inf_nan=False)
 
 
-def _pattern(text: str) -> str:
+def pattern(text: str) -> str:
+    """A regular expression that finds something and not nothing. Raises ValueError."""
     try:
-        re.compile(text)
-    except re.error as error:
+        with warnings.catch_warnings():
+            # Of what a later Python may read otherwise: this one reads it as it stands.
+            warnings.simplefilter("ignore", FutureWarning)
+            found = re.compile(text)
+    except (re.error, OverflowError, RecursionError) as error:
         raise ValueError(f"wanted a regular expression: {error}") from error
+    if found.search(""):
+        raise ValueError(f"wanted a regular expression that does not match an empty text; got {text!r}")
+    return text
+
+
+def _without_nul(text: str) -> str:
+    if "\0" in text:
+        raise ValueError(f"wanted a text without the character of code 0; got {text!r}")
     return text
 
 
 def _with_placeholders(text: str) -> str:
+    _without_nul(text)
     try:
-        names = {name for _, name, _, _ in string.Formatter().parse(text) if name is not None}
+        parsed = list(string.Formatter().parse(text))
+        names = {name for _, name, _, _ in parsed if name is not None}
+        if names <= PLACEHOLDERS and any(how or turned for _, _, how, turned in parsed):
+            raise ValueError("{port} and {python} take no format")
     except ValueError as error:
         raise ValueError(f"wanted a text with {{port}} or {{python}} in it (a brace is doubled): {error}") from error
     if not names <= PLACEHOLDERS:
         raise ValueError(f"wanted no placeholder but {{port}} and {{python}}; {{{min(names - PLACEHOLDERS)}}} is none")
+    return text
+
+
+def _address(text: str) -> str:
+    try:
+        url = httpx.URL(_with_placeholders(text).format(port=1, python="python"))
+    except httpx.InvalidURL as error:
+        raise ValueError(f"wanted an address: {error}; got {text!r}") from error
+    if url.scheme not in ("http", "https") or not url.host:
+        raise ValueError(f"wanted an address that begins with http:// or https:// and a host; got {text!r}")
     return text
 
 
@@ -68,16 +113,38 @@ def _words(command: object) -> object:
         words = shlex.split(command) if isinstance(command, str) else command
     except ValueError as error:
         raise ValueError(f"wanted a line as a shell reads it: {error}") from error
-    if not isinstance(words, list) or not words:
+    if not isinstance(words, list) or not words or not words[0]:
         raise ValueError(f"wanted a program and its arguments, as one line or as a list of words; got {command!r}")
     return words
 
 
-Pattern = Annotated[str, AfterValidator(_pattern)]
+def _variable(name: str) -> str:
+    if not name or "=" in _without_nul(name):
+        raise ValueError(f"wanted the name of an environment variable; got {name!r}")
+    return name
+
+
+def _body(body: dict[str, Any]) -> dict[str, Any]:
+    """Keys of a request's body, which JSON can carry and which nothing else decides."""
+    for key, value in body.items():
+        if key in OWN_KEYS:
+            raise ValueError(f"{key}: wanted other keys than those of every request: {OWN_KEYS[key]}")
+        try:
+            json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{key}: wanted what JSON can carry: {error}") from error
+    return body
+
+
+Pattern = Annotated[str, AfterValidator(pattern)]
 Template = Annotated[str, AfterValidator(_with_placeholders)]
-Seconds = Annotated[float, Field(gt=0)]
-Count = Annotated[int, Field(ge=0)]
-Positive = Annotated[int, Field(ge=1)]
+Address = Annotated[str, AfterValidator(_address)]
+Name = Annotated[str, AfterValidator(_without_nul)]
+Body = Annotated[dict[str, Any], AfterValidator(_body)]
+Seconds = Annotated[float, Field(gt=0, le=LONGEST_S)]
+Count = Annotated[int, Field(ge=0, le=MOST_REQUESTS)]
+Positive = Annotated[int, Field(ge=1, le=MOST_REQUESTS)]
+Answered = Annotated[int, Field(ge=1, le=MOST_ANSWERED)]
 
 
 class Arm(Part):
@@ -96,14 +163,14 @@ class Arm(Part):
     """
 
     command: Annotated[list[Template], BeforeValidator(_words)]
-    environment: dict[str, Template] = {}
-    folder: str = "."
+    environment: dict[Annotated[str, AfterValidator(_variable)], Template] = {}
+    folder: Name = "."
     port: Annotated[int, Field(ge=1, le=65535)] = 8000
-    url: Template = "http://localhost:{port}/v1"
-    ready: Template = "http://localhost:{port}/health"
+    url: Address = "http://localhost:{port}/v1"
+    ready: Address = "http://localhost:{port}/health"
     model: str | None = None
-    metrics: Template | None = None
-    body: dict[str, Any] = {}
+    metrics: Address | None = None
+    body: Body = {}
     ready_timeout_s: Seconds = 900.0
     stop_timeout_s: Seconds = 60.0
 
@@ -131,26 +198,38 @@ class Long(Part):
     characters_per_token  None to learn it from the token count that the first server reports
     """
 
-    tokens: list[Positive] = [29_000, 29_000, 29_000, 29_000, 184_000, 250_000]
+    tokens: list[Annotated[int, Field(ge=1, le=MOST_TOKENS)]] = [29_000, 29_000, 29_000, 29_000, 184_000, 250_000]
     uncounted: Count = 1
-    new_tokens: Positive = 128
-    texts: list[str] = []
-    characters_per_token: Annotated[float, Field(gt=0)] | None = None
+    new_tokens: Answered = 128
+    texts: list[Name] = []
+    characters_per_token: Annotated[float, Field(ge=0.01, le=100)] | None = None
+
+    @model_validator(mode="after")
+    def _some_count(self) -> Long:
+        if self.tokens and self.uncounted >= len(self.tokens):
+            raise ValueError(f"uncounted: wanted fewer than long.tokens has, {len(self.tokens)}; got {self.uncounted}")
+        return self
 
 
 class Decode(Part):
     """Short prompts with long answers; what is measured is decode speed."""
 
     kinds: list[Literal["prose", "code", "edit"]] = ["prose", "code", "edit"]
-    new_tokens: Positive = 512
+    new_tokens: Answered = 512
     repeats: Positive = 1
+
+    @model_validator(mode="after")
+    def _kinds_stand_once(self) -> Decode:
+        if len(set(self.kinds)) < len(self.kinds):
+            raise ValueError("kinds: wanted each kind once; decode.repeats asks them again")
+        return self
 
 
 class Quality(Part):
     """Questions with facts that a right answer holds. `file` has the form of `ab_text/questions.toml`."""
 
-    file: str | None = None
-    new_tokens: Count = 256
+    file: Name | None = None
+    new_tokens: Annotated[int, Field(ge=0, le=MOST_ANSWERED)] = 256
 
 
 class Probe(Part):
@@ -164,10 +243,10 @@ class Probe(Part):
 
     draws: Count = 16
     temperature: Annotated[float, Field(gt=0)] = 1.0
-    new_tokens: Positive = 200
+    new_tokens: Answered = 200
     text: str | None = None
     pattern: Pattern = r"\d+(?:[.,]\d+)*"
-    body: dict[str, Any] = {}
+    body: Body = {}
 
 
 class Evidence(Part):
@@ -211,7 +290,7 @@ class Boot:
 class Config(Part):
     """The whole file."""
 
-    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]+$")], Arm]
+    arms: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_]{1,64}$")], Arm]
     plan: Plan = Plan()
     long: Long = Long()
     decode: Decode = Decode()
@@ -259,7 +338,8 @@ def parse_toml(text: str, source: str) -> dict[str, Any]:
 def read_text(path: Path, what: str) -> str:
     """A UTF-8 file. Raises UserError."""
     try:
-        return path.read_text(encoding="utf-8")
+        # Some editors mark the beginning of UTF-8.
+        return path.read_text(encoding="utf-8-sig")
     except OSError as error:
         raise UserError(f"{what} {path}: {error.strerror or error}") from error
     except UnicodeDecodeError as error:
@@ -271,16 +351,22 @@ def read_config(path: Path) -> Config:
     config = checked(parse_toml(read_text(path, "configuration"), str(path)), str(path))
     home = path.resolve().parent
 
-    def absolute(name: str) -> str:
-        return str(home / Path(name).expanduser())
+    def absolute(name: str, key: str) -> str:
+        try:
+            return str(home / Path(name).expanduser())
+        except RuntimeError as error:
+            raise UserError(f"{path}: {key}: wanted a path: {error}; got {name!r}") from error
 
-    arms = {name: arm.model_copy(update={"folder": absolute(arm.folder)}) for name, arm in config.arms.items()}
+    arms = {
+        name: arm.model_copy(update={"folder": absolute(arm.folder, f"arms.{name}.folder")})
+        for name, arm in config.arms.items()
+    }
     for name, arm in arms.items():
         if not Path(arm.folder).is_dir():
             raise UserError(f"{path}: arms.{name}.folder: no such folder: {arm.folder}")
-    long = config.long.model_copy(update={"texts": [absolute(text) for text in config.long.texts]})
+    long = config.long.model_copy(update={"texts": [absolute(text, "long.texts") for text in config.long.texts]})
     file = config.quality.file
-    quality = config.quality.model_copy(update={"file": None if file is None else absolute(file)})
+    quality = config.quality.model_copy(update={"file": None if file is None else absolute(file, "quality.file")})
     return config.model_copy(update={"arms": arms, "long": long, "quality": quality})
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from flashqsa.cli.ab_config import Boot, Evidence
 from flashqsa.cli.ab_folder import RunFolder
+from flashqsa.cli.ab_requests import printable
 
 SERVER = "server"
 """The worker of lines that name none."""
@@ -59,11 +60,11 @@ def search(text: str, evidence: Evidence) -> Counter[tuple[str, str]]:
     found: Counter[tuple[str, str]] = Counter()
     for name, pattern in evidence.every_pattern().items():
         for match in re.finditer(pattern, plain, flags=re.MULTILINE):
-            held = " ".join(" ".join(value.split()) for value in match.groupdict().values() if value)
+            held = printable(" ".join(" ".join(value.split()) for value in match.groupdict().values() if value))
             start = plain.rfind("\n", 0, match.start()) + 1
             end = plain.find("\n", match.start())
             writer = re.search(evidence.worker, plain[start : len(plain) if end < 0 else end])
-            found[f"{name}: {held}" if held else name, writer["worker"] if writer else SERVER] += 1
+            found[f"{name}: {held}" if held else name, (writer and writer["worker"]) or SERVER] += 1
     return found
 
 

@@ -1,7 +1,7 @@
 """A run on disk: what it was told, its prompts, and for each boot its log and its answers.
 
-    run.json                what was asked, with a fingerprint, versions and the characters of a token
-    prompts.json            every prompt that was sent, by name
+    run.json                what was asked, with fingerprints, versions and the characters of a token
+    prompts.json            every prompt that was sent, by name, and the facts that a right answer holds
     boots/03-base/log       what the server wrote
     boots/03-base/boot.json how the boot went and every answer; written once the boot is over
 
@@ -14,11 +14,13 @@ import json
 import os
 import platform
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import TypeAdapter, ValidationError
 
 from flashqsa import __version__
 from flashqsa.cli.ab_config import Boot, Config, checked
@@ -97,11 +99,53 @@ def read(path: Path) -> dict[str, Any]:
     """JSON that `write` wrote. Raises UserError."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: cannot be read: {error}") from error
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: damaged: {error}") from error
     if not isinstance(content, dict) or content.get("schema") != SCHEMA:
         raise UserError(f"{path}: wanted a file of `flashqsa ab` with schema {SCHEMA}")
     return content
+
+
+@dataclass(frozen=True)
+class Head:
+    """What `run.json` holds.
+
+    started               when the run began; `versions` are those of then
+    fingerprint           of the configuration, and `asked` of the texts and questions that it names
+    characters_per_token  of the model; None before the first boot has told
+    """
+
+    started: str
+    versions: dict[str, str]
+    fingerprint: str
+    asked: str
+    config: dict[str, Any]
+    characters_per_token: float | None = None
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """What `prompts.json` holds: prompts by name, facts of those that have some, and the prompt of the draws."""
+
+    prompts: dict[str, str]
+    facts: dict[str, list[str]]
+    probe: str
+
+
+Kind = TypeVar("Kind")
+
+
+def read_as(kind: type[Kind], path: Path) -> Kind:
+    """JSON that `write` wrote, as a dataclass. Raises UserError for what is no such file, or is damaged."""
+    content = read(path)
+    try:
+        return TypeAdapter(kind).validate_python(content)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False)[0]
+        place = ".".join(map(str, wrong["loc"]))
+        raise UserError(f"{path}: damaged: {place}: {wrong['msg']}") from error
 
 
 @dataclass(frozen=True)
@@ -112,23 +156,33 @@ class RunFolder:
     config: Config
 
     @staticmethod
-    def begin(path: Path, config: Config) -> RunFolder:
-        """A new run, or one that was begun with the same configuration. Raises UserError."""
+    def begin(path: Path, config: Config, asked: str) -> RunFolder:
+        """A new run, or one that was begun with the same configuration and texts. Raises UserError.
+
+        asked  tells texts and questions apart: see `Asks.fingerprint`
+        """
         run = path / "run.json"
-        content: dict[str, Any] = {"schema": SCHEMA, "started": now(), "versions": versions()}
-        if run.exists():
-            content = read(run)
-            if content["fingerprint"] != config.fingerprint():
-                raise UserError(f"{path}: holds a run of another configuration; name another folder with --out")
-        elif path.exists() and (not path.is_dir() or any(path.iterdir())):
-            raise UserError(f"{path}: wanted a new folder or one of an earlier run; this is neither")
         try:
+            if run.exists():
+                head = read_as(Head, run)
+                if head.fingerprint != config.fingerprint():
+                    raise UserError(f"{path}: holds a run of another configuration; name another folder with --out")
+                if head.asked != asked:
+                    raise UserError(
+                        f"{path}: holds a run with other texts or questions: a file of long.texts or quality.file has "
+                        "changed, or those that come with flashqsa; name another folder with --out"
+                    )
+            elif path.exists() and (not path.is_dir() or any(path.iterdir())):
+                raise UserError(f"{path}: wanted a new folder or one of an earlier run; this is neither")
+            else:
+                head = Head(now(), versions(), config.fingerprint(), asked, {})
             (path / "boots").mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"{path}: cannot be made: {error.strerror or error}") from error
+        folder = RunFolder(path, config)
         # Search patterns may have changed since.
-        write(run, {**content, "fingerprint": config.fingerprint(), "config": config.model_dump(mode="json")})
-        return RunFolder(path, config)
+        folder._keep_head(replace(head, config=config.model_dump(mode="json")))
+        return folder
 
     @staticmethod
     def of(path: Path) -> RunFolder:
@@ -136,16 +190,26 @@ class RunFolder:
         run = path / "run.json"
         if not run.is_file():
             raise UserError(f"{path}: no run of `flashqsa ab` is there")
-        return RunFolder(path, checked(read(run)["config"], str(run)))
+        return RunFolder(path, checked(read_as(Head, run).config, str(run)))
 
     @property
-    def head(self) -> dict[str, Any]:
-        """`run.json`."""
-        return read(self.path / "run.json")
+    def head(self) -> Head:
+        """`run.json`. Raises UserError."""
+        return read_as(Head, self.path / "run.json")
 
-    def remember(self, **values: Any) -> None:
-        """Adds to `run.json`."""
-        write(self.path / "run.json", {**self.head, **values})
+    def remember(self, characters_per_token: float, prompts: Prompts) -> None:
+        """Keeps what the first boot has told, and the prompts that are made with it. Raises UserError."""
+        write(self.path / "prompts.json", {"schema": SCHEMA, **asdict(prompts)})
+        self._keep_head(replace(self.head, characters_per_token=characters_per_token))
+
+    def _keep_head(self, head: Head) -> None:
+        write(self.path / "run.json", {"schema": SCHEMA, **asdict(head)})
+
+    def prompts(self) -> Prompts:
+        """What is asked; nothing where no server has come so far. Raises UserError."""
+        if self.head.characters_per_token is None:
+            return Prompts({}, {}, "")
+        return read_as(Prompts, self.path / "prompts.json")
 
     def boot(self, boot: Boot) -> Path:
         """A boot's folder."""
@@ -160,10 +224,10 @@ class RunFolder:
         path = self.boot(boot) / "boot.json"
         if not path.exists():
             return None
-        content = read(path)
-        del content["schema"]
-        answers = tuple(Answer(**answer) for answer in content.pop("answers"))
-        return BootRecord(**{**content, "boot": Boot(**content["boot"]), "answers": answers})
+        found = read_as(BootRecord, path)
+        if found.boot != boot:
+            raise UserError(f"{path}: damaged: wanted boot {boot}; got {found.boot}")
+        return found
 
     def records(self) -> list[BootRecord]:
         """Every boot that is over, in order."""

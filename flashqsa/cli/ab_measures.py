@@ -141,6 +141,11 @@ class Measure:
         return max(self.base.spread, self.fix.spread)
 
     @property
+    def relative_spread(self) -> float | None:
+        """The spread as a share of the first arm's mean."""
+        return self.spread / self.base.mean if self.spread is not None and self.base.mean else None
+
+    @property
     def verdict(self) -> str:
         """Which arm is better, or why that cannot be said."""
         if self.difference is None:

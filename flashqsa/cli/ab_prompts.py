@@ -14,16 +14,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from flashqsa.cli.ab_config import TEXTS, Config, parse_toml, read_text
+from flashqsa.cli.ab_config import TEXTS, Config, parse_toml, pattern, read_text
 from flashqsa.cli.show import UserError
 
 KINDS = ("hello", "long", "decode", "quality", "probe")
 GATES = ("north", "river", "upper")
 """Each long prompt hides a number for each of these, at a tenth, at half and at nine tenths of its length."""
 
+QUESTION = "question-"
+"""How names of questions begin."""
+
+QUESTION_KEYS = {"name": str, "text": str, "facts": list}
 HELLO_CHARACTERS = 2000
 CHARACTERS_PER_TOKEN = 4.2
 """Taken where no server reports how many tokens a prompt has: about that of English text in large vocabularies."""
+
+LIKELY_CHARACTERS = 0.25, 25.0
+"""What text may have in characters per token, from tokens of parts of a byte on; other counts are not believed."""
 
 
 @dataclass(frozen=True)
@@ -169,24 +176,33 @@ def quality_asks(config: Config) -> list[Ask]:
         return []
     source, content = question_file(config)
     found: list[Ask] = []
-    questions = content.get("question", [])
-    for index, question in enumerate(questions if isinstance(questions, list) else [None]):
+    questions = content.get("question")
+    if not isinstance(questions, list) or not questions:
+        raise UserError(f"{source}: question: wanted tables [[question]]; quality.new_tokens = 0 asks none")
+    # The file that comes with the package has the probe's prompt too.
+    for key in sorted(content.keys() - {"question", "probe"}):
+        raise UserError(f"{source}: {key}: no such key; question is one")
+    for index, question in enumerate(questions):
         if not isinstance(question, dict):
             raise UserError(f"{source}: question: wanted tables [[question]]")
-        for key, kind in (("name", str), ("text", str), ("facts", list)):
+        for key, kind in QUESTION_KEYS.items():
             if not isinstance(question.get(key), kind) or not question[key]:
                 raise UserError(f"{source}: question.{index}.{key}: wanted; got {question.get(key)!r}")
+        for key in sorted(question.keys() - QUESTION_KEYS.keys()):
+            raise UserError(f"{source}: question.{index}.{key}: no such key; wanted {', '.join(QUESTION_KEYS)}")
         for place, fact in enumerate(question["facts"]):
             try:
-                re.compile(fact)
-            except (re.error, TypeError) as error:
-                where = f"question.{index}.facts.{place}"
-                raise UserError(f"{source}: {where}: wanted a regular expression: {error}") from error
+                pattern(fact)
+            except (ValueError, TypeError) as error:
+                said = str(error) if isinstance(fact, str) else f"wanted a regular expression; got {fact!r}"
+                raise UserError(f"{source}: question.{index}.facts.{place}: {said}") from error
         name = question["name"]
         if name in {ask.group for ask in found}:
             raise UserError(f"{source}: question.{index}.name: wanted a name of its own; got {name!r} again")
         facts = tuple(question["facts"])
-        found.append(Ask(f"question-{name}", "quality", name, question["text"], config.quality.new_tokens, facts=facts))
+        found.append(
+            Ask(f"{QUESTION}{name}", "quality", name, question["text"], config.quality.new_tokens, facts=facts)
+        )
     return found
 
 

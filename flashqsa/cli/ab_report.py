@@ -11,7 +11,7 @@ from flashqsa.cli.ab_compare import Pair, Probed, conclusion, facts_found, greed
 from flashqsa.cli.ab_evidence import Sighting, sightings, workers
 from flashqsa.cli.ab_folder import SCHEMA, BootRecord, RunFolder, now, write
 from flashqsa.cli.ab_measures import CHANCE, Measure, measures
-from flashqsa.cli.ab_prompts import GATES, long_asks, probe_text, quality_asks, source_text
+from flashqsa.cli.ab_prompts import GATES, QUESTION
 from flashqsa.cli.show import FAILED, OK, Screen, UserError
 
 RULE = (
@@ -95,11 +95,11 @@ class Findings:
         return {
             "schema": SCHEMA,
             "complete": self.complete,
-            "started": head["started"],
+            "started": head.started,
             "reported": now(),
-            "versions": head["versions"],
-            "characters_per_token": head.get("characters_per_token"),
-            "config": head["config"],
+            "versions": head.versions,
+            "characters_per_token": head.characters_per_token,
+            "config": head.config,
             "boots": [_boot_json(record) for record in self.records],
             "measures": [measure.as_json() for measure in self.measures],
             "texts": {"conclusion": conclusion(self.pairs), "pairs": [pair.as_json() for pair in self.pairs]},
@@ -138,23 +138,22 @@ def findings(folder: RunFolder) -> Findings:
         measures(records, list(folder.config.arms)),
         pairs(records),
         known(folder, records),
-        probed(folder.config, probe_text(folder.config), records),
+        probed(folder.config, folder.prompts().probe, records),
         sightings(folder, [record.boot for record in records]),
     )
 
 
 def known(folder: RunFolder, records: Sequence[BootRecord]) -> list[Known]:
     """Long prompts and questions, with what each boot's answer knows."""
-    config = folder.config
-    ratio = folder.head.get("characters_per_token")
-    long = [] if ratio is None else long_asks(config, source_text(config.long.texts), ratio)
-    found = []
-    for ask in [*long, *quality_asks(config)]:
-        answers = {str(r.boot): a for r in records if (a := greedy_answers(r).get(ask.name)) is not None}
-        counts = {boot: facts_found(ask.facts, answer.text) for boot, answer in answers.items()}
-        question = f"the numbers of the gates ({', '.join(GATES)})" if ask.kind == "long" else ask.text
+    asked, found = folder.prompts(), []
+    for name, facts in asked.facts.items():
+        answers = {str(r.boot): a for r in records if (a := greedy_answers(r).get(name)) is not None}
+        held = {boot: facts_found(facts, answer.text) for boot, answer in answers.items()}
+        question = f"the numbers of the gates ({', '.join(GATES)})"
+        if name.startswith(QUESTION):
+            question = asked.prompts.get(name, "")
         texts = {boot: answer.text for boot, answer in answers.items()}
-        found.append(Known(ask.name, question, ask.facts, counts, texts))
+        found.append(Known(name, question, tuple(facts), held, texts))
     return found
 
 
@@ -245,7 +244,13 @@ def tables(found: Findings) -> Iterator[Table]:
             "found in logs",
             ("what", *(str(record.boot) for record in found.records)),
             [
-                (s.label, *(s.in_boot(str(r.boot), workers(found.sightings)) for r in found.records))
+                (
+                    s.label,
+                    *(
+                        s.in_boot(str(r.boot), workers(found.sightings)) if found.folder.log(r.boot).is_file() else "-"
+                        for r in found.records
+                    ),
+                )
                 for s in found.sightings
             ],
         ),
@@ -276,7 +281,7 @@ def _measure_row(measure: Measure) -> tuple[str, ...]:
         number(measure.base.mean),
         number(measure.fix.mean),
         percent(measure.relative),
-        number(measure.spread),
+        "-" if measure.relative_spread is None else f"{measure.relative_spread:.1%}",
         measure.verdict,
     )
 
@@ -310,9 +315,9 @@ def markdown(found: Findings, plots: Sequence[str]) -> str:
     head = found.folder.head
     base, fix = found.arms
     arms = "\n".join(f"- **{name}**: `{' '.join(arm.command)}`" for name, arm in found.folder.config.arms.items())
-    versions = ", ".join(f"{name} {version}" for name, version in head["versions"].items())
+    versions = ", ".join(f"{name} {version}" for name, version in head.versions.items())
     state = "" if found.complete else "**Not complete**: a boot or a request is missing or failed, see below.\n\n"
-    parts = [f"# {fix} against {base}\n\n{state}{arms}\n\nStarted {head['started']}; {versions}.\n"]
+    parts = [f"# {fix} against {base}\n\n{state}{arms}\n\nStarted {head.started}; {versions}.\n"]
     parts += [f"![{plot}]({plot})\n" for plot in plots]
     for table in tables(found):
         parts.append(table.markdown())

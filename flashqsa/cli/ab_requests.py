@@ -5,20 +5,28 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import httpx
-from httpx_sse import SSEError, connect_sse
+from httpx_sse import connect_sse
 
 from flashqsa.cli.ab_acceptance import between, in_timings, read_counters
 from flashqsa.cli.ab_prompts import Ask
 
-SAID_CHARACTERS = 300
-"""How much of a server's refusal is kept."""
+SAID_CHARACTERS, READ_CHARACTERS = 300, 4096
+"""How much of a server's refusal is kept, and read."""
+
+GIVEN_UP = ("abort", "error")
+"""Reasons to finish that say that the server has given an answer up, as vLLM and SGLang name them."""
+
+MOST_CHUNKS, MORE_CHUNKS = 2, 64
+"""A chunk holds a token or more, so an answer of n tokens has n chunks at most. Beyond these times n, and these more,
+the server does not keep to what it was asked."""
 
 CONNECT_S = 10.0
+STREAMED = "text/event-stream"
 
 
 @dataclass(frozen=True)
@@ -67,9 +75,13 @@ class Answer:
 
 @dataclass
 class Heard:
-    """A stream as it comes in."""
+    """A stream as it comes in.
+
+    started, said  when the request was sent, and when something was said last, by `time.perf_counter`
+    """
 
     started: float = field(default_factory=time.perf_counter)
+    said: float = field(default_factory=time.perf_counter)
     text: list[str] = field(default_factory=list)
     thought: list[str] = field(default_factory=list)
     first_s: float | None = None
@@ -81,6 +93,15 @@ class Heard:
     acceptance: float | None = None
     done: bool = False
 
+    def restart(self) -> None:
+        """The request is sent now."""
+        self.started = self.said = time.perf_counter()
+
+    @property
+    def silent_s(self) -> float:
+        """Seconds since something was said: content, or that it is over."""
+        return time.perf_counter() - self.said
+
     def event(self, data: str) -> str | None:
         """Takes one event; returns what is wrong with it, or None."""
         now = time.perf_counter() - self.started
@@ -89,9 +110,9 @@ class Heard:
             return None
         try:
             content = json.loads(data)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             return f"the stream holds what is not JSON: {_short(data)}"
-        if not isinstance(content, dict) or content.get("error"):
+        if not isinstance(content, dict) or content.get("error") or content.get("object") == "error":
             return f"the stream holds an error: {_short(data)}"
         if isinstance(content.get("timings"), dict):
             self.acceptance = in_timings(content["timings"])
@@ -114,7 +135,12 @@ class Heard:
                 self.first_s = now if self.first_s is None else self.first_s
                 self.last_s = now
                 self.chunks += 1
-            self.finish = choice.get("finish_reason") or self.finish
+                self.said = self.started + now
+            reason = choice.get("finish_reason")
+            if isinstance(reason, str) and reason:
+                self.finish, self.said = reason, self.started + now
+            if self.finish in GIVEN_UP:
+                return f"the server gave the answer up: {_short(data)}"
         return None
 
     def answer(self, ask: Ask, error: str | None) -> Answer:
@@ -127,15 +153,15 @@ class Heard:
             ask.group,
             ask.counted,
             error,
-            "".join(self.text),
-            "".join(self.thought),
+            _joined(self.text),
+            _joined(self.thought),
             self.first_s,
             self.last_s,
             self.chunks,
             time.perf_counter() - self.started,
             self.prompt_tokens,
             self.answer_tokens,
-            self.finish,
+            None if self.finish is None else _joined([self.finish]),
             self.acceptance,
         )
 
@@ -146,6 +172,33 @@ def new_client() -> httpx.Client:
     Every request has a connection of its own: one that is kept can be closed by the server just as it is used again.
     """
     return httpx.Client(trust_env=False, limits=httpx.Limits(max_keepalive_connections=0))
+
+
+class SilentError(Exception):
+    """A server keeps a stream open and says nothing in it, at most that it is there."""
+
+
+@dataclass
+class Spoken(httpx.SyncByteStream):
+    """The bytes of a stream for as long as they say something.
+
+    A read that times out tells of a server that sends nothing. One that is stuck and sends comments to keep the
+    connection, or chunks without content, is told by this. Raises SilentError.
+    """
+
+    stream: httpx.SyncByteStream
+    heard: Heard
+    timeout_s: float
+
+    def __iter__(self) -> Iterator[bytes]:
+        for part in self.stream:
+            if self.heard.silent_s > self.timeout_s:
+                raise SilentError
+            yield part
+
+    def close(self) -> None:
+        """Closes what it reads."""
+        self.stream.close()
 
 
 class NotAnsweredError(Exception):
@@ -163,7 +216,7 @@ class Talk:
     url        what `/chat/completions` follows
     model      None where requests do not name it
     body       more keys of every request's body
-    timeout_s  how long the server may be silent
+    timeout_s  how long the server may say nothing
     metrics    a page of metrics, or None
     """
 
@@ -190,9 +243,11 @@ class Talk:
             error = str(refused)
         except httpx.TimeoutException:
             error = f"nothing came for {self.timeout_s:g} s, after {heard.chunks} chunks"
+        except SilentError:
+            error = f"nothing was said for {self.timeout_s:g} s in an open stream, after {heard.chunks} chunks"
         except httpx.RemoteProtocolError as cut:
             error = f"the stream was cut after {heard.chunks} chunks: {cut}"
-        except (httpx.HTTPError, SSEError) as failure:
+        except httpx.HTTPError as failure:
             error = f"{type(failure).__name__}: {failure}"
         answer = heard.answer(ask, error)
         if before is None or answer.acceptance is not None:
@@ -203,14 +258,26 @@ class Talk:
         timeout = httpx.Timeout(self.timeout_s, connect=CONNECT_S)
         address = f"{self.url.rstrip('/')}/chat/completions"
         content = self._content(ask)
-        heard.started = time.perf_counter()
+        most = MOST_CHUNKS * ask.new_tokens + MORE_CHUNKS
+        heard.restart()
         with connect_sse(self.client, "POST", address, json=content, timeout=timeout) as source:
-            if source.response.status_code != httpx.codes.OK:
-                raise NotAnsweredError(source.response.status_code, source.response.read().decode(errors="replace"))
+            response = source.response
+            assert isinstance(response.stream, httpx.SyncByteStream), "of a client that is not asynchronous"
+            response.stream = Spoken(response.stream, heard, self.timeout_s)
+            kind = response.headers.get("content-type", "")
+            if response.status_code != httpx.codes.OK or STREAMED not in kind:
+                raise NotAnsweredError(response.status_code, _refusal(response, kind))
             for event in _data(source.iter_sse()):
                 wrong = heard.event(event)
                 if wrong is not None:
                     return wrong
+                if heard.chunks > most:
+                    return (
+                        f"the answer is longer than the {ask.new_tokens} tokens that were asked: {heard.chunks} chunks"
+                    )
+                if heard.done:
+                    # Some servers keep the connection open after it.
+                    return None
         return None
 
     def _content(self, ask: Ask) -> dict[str, Any]:
@@ -234,10 +301,42 @@ def _data(events: Iterator[Any]) -> Iterator[str]:
     return (event.data for event in events if event.data)
 
 
+def _refusal(response: httpx.Response, kind: str) -> str:
+    """What an answer that is no stream of events says."""
+    if response.is_redirect:
+        return f"it leads to {response.headers.get('location')}, and is not followed"
+    said = ""
+    for part in response.iter_text():
+        said += part
+        if len(said) > READ_CHARACTERS:
+            break
+    return said if response.status_code != httpx.codes.OK else f"no stream of events but {kind or 'no type'}: {said}"
+
+
+def _joined(parts: Sequence[str]) -> str:
+    """Texts as one, that UTF-8 can hold.
+
+    JSON can hold half a pair of surrogates: it becomes U+FFFD unless the next part begins with the other half.
+
+    >>> [ascii(_joined(parts)) for parts in ([chr(0xD83D), chr(0xDE00)], [chr(0xD83D)])]
+    ["'\\\\U0001f600'", "'\\\\ufffd'"]
+    """
+    return "".join(parts).encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
 def _whole(value: object, before: int | None) -> int | None:
-    return value if isinstance(value, int) and not isinstance(value, bool) else before
+    return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else before
+
+
+def printable(text: str) -> str:
+    """A line for a terminal: what it would obey or not show is written as Python writes it.
+
+    >>> printable("red: " + chr(27) + "[31m")
+    'red: \\\\x1b[31m'
+    """
+    return "".join(each if each.isprintable() else ascii(each)[1:-1] for each in text)
 
 
 def _short(text: str) -> str:
-    line = " ".join(text.split())
+    line = printable(" ".join(text.split()))
     return line if len(line) <= SAID_CHARACTERS else f"{line[:SAID_CHARACTERS]}..."

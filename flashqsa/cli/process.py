@@ -80,28 +80,6 @@ def interrupted_by_signals() -> Iterator[None]:
             signal.signal(each, handler)
 
 
-@contextlib.contextmanager
-def interrupts_held() -> Iterator[None]:
-    """Holds back what would interrupt until the end of the `with` block, and raises KeyboardInterrupt there.
-
-    For what must not stop half way: a child that is started and not yet known.
-    """
-    held: list[int] = []
-    known = (
-        [signal.SIGINT, signal.SIGTERM] if sys.platform == "win32" else [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-    )
-    heeded = [each for each in known if signal.getsignal(each) == signal.default_int_handler]
-    for each in heeded:
-        signal.signal(each, lambda number, _: held.append(number))
-    try:
-        yield
-    finally:
-        for each in heeded:
-            signal.signal(each, signal.default_int_handler)
-    if held:
-        raise KeyboardInterrupt
-
-
 def resident_bytes() -> int:
     """Memory the process holds now; where the system does not say, the most it ever held."""
     found = _status("VmRSS")
