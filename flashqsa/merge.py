@@ -31,8 +31,8 @@ def merge_lse(
     With lse = log sum_p exp(lse_p), the output is sum_p exp(lse_p - lse) * output_p: the softmax over the union of
     tokens, split by where they lie (the rescaling of online softmax: Milakov and Gimelshein, arXiv:1805.02867).
     Returns it [rows, q_heads, head_dim] in the outputs' dtype, worked out in FP32 and rounded once (with a gate, once
-    more), and lse [rows, q_heads] FP32; 0 and -inf for a row that no part sees. Parts are added in their order, so
-    processes that hold the same parts in the same order get the same bits. No gradient is recorded.
+    more), and lse [rows, q_heads] FP32: 0 and -inf for a row that no part sees, NaN where an lse is. Parts are added
+    in their order, so processes that hold the same parts in the same order get the same bits. No gradient is recorded.
 
     In context parallel every process has the index keys of the whole context, a page table with holes (-1) where
     another has the keys and values, and so the same selection; what is merged was gathered from all of them. Parts in
@@ -58,7 +58,8 @@ def merge_lse(
 def _merge_in_torch(outputs: Tensor, lses: Tensor, gate: Tensor | None) -> tuple[Tensor, Tensor]:
     lse = torch.logsumexp(lses, dim=0)
     # Weights that sum to 1 whatever lse was rounded to: at 50 half a unit of its last place is 2e-6.
-    weights = torch.where(lse > float("-inf"), torch.softmax(lses, dim=0), 0.0)
+    # A NaN of one part is a NaN of the whole; 0 / 0 of a row that no part sees is not.
+    weights = torch.where(lse == float("-inf"), 0.0, torch.softmax(lses, dim=0))
     whole = torch.zeros(outputs.shape[1:], dtype=torch.float32, device=outputs.device)
     for weight, output in zip(weights, outputs, strict=True):
         whole.addcmul_(output.float(), weight[..., None])

@@ -123,15 +123,19 @@ class Decision:
     refused: tuple[Refusal, ...]
     unused: tuple[Route, ...] = ()
 
+    def reasons(self) -> dict[str, str]:
+        """Each reason against candidates, and these, as `sm90:dense, sm90:xqa`."""
+        found: dict[str, list[str]] = {}
+        for refusal in self.refused:
+            found.setdefault(refusal.reason, []).append(str(refusal.route))
+        return {reason: ", ".join(routes) for reason, routes in found.items()}
+
     def lines(self) -> list[str]:
         """The route, then every other candidate with its reason; candidates of one reason share a line."""
-        reasons: dict[str, list[str]] = {}
-        for refusal in self.refused:
-            reasons.setdefault(refusal.reason, []).append(str(refusal.route))
-        for route in self.unused:
-            reasons.setdefault(f"{self.route} comes first", []).append(str(route))
-        others = [f"  not {', '.join(routes)}: {reason}" for reason, routes in reasons.items()]
-        return [f"{self.route.stage}: {self.route}", *others]
+        reasons = self.reasons()
+        if self.unused:
+            reasons[f"{self.route} comes first"] = ", ".join(map(str, self.unused))
+        return [f"{self.route.stage}: {self.route}", *(f"  not {them}: {reason}" for reason, them in reasons.items())]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

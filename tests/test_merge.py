@@ -74,6 +74,16 @@ def test_parts_are_weighted_by_their_lse(device: str, dtype: torch.dtype, head_d
 
 
 @pytest.mark.parametrize("device", DEVICES)
+def test_a_part_of_nan_is_not_left_out(device: str) -> None:
+    outputs = torch.ones(2, 3, 1, 64, device=device)
+    lses = torch.tensor([[[0.0], [float("nan")], [float("-inf")]], [[1.0], [0.0], [float("nan")]]], device=device)
+    output, lse = merge_lse(outputs, lses)
+    assert bool(output[0].isfinite().all())
+    assert bool(output[1:].isnan().all())
+    assert lse.isnan().flatten().tolist() == [False, True, True]
+
+
+@pytest.mark.parametrize("device", DEVICES)
 def test_a_list_of_parts_is_a_stack_of_them_and_one_part_is_itself(device: str) -> None:
     outputs, lses = torch.randn(2, 5, 3, 64, device=device).to(BF16), torch.randn(2, 5, 3, device=device)
     whole = merge_lse(outputs, lses)

@@ -85,6 +85,13 @@ def test_keys_and_values_are_stored_in_fp8_where_asked() -> None:
     refused(invoke(*TINY, "--kv-dtype", "int4"), "--kv-dtype: wanted auto, fp8; got 'int4'")
 
 
+def test_fp8_beside_the_stock_layer_is_shown_and_not_judged() -> None:
+    result = invoke(*TINY, "--kv-dtype", "fp8", "--compare", "stock")
+    assert result.exit_code == 0
+    assert "Agreement is judged in FP32 only" in result.stdout
+    assert "DISAGREE" not in result.stdout
+
+
 @pytest.mark.gpu
 def test_a_gpu_gives_the_same_text_with_and_without_graphs_and_guesses() -> None:
     base = ("run", "--device", "cuda", "--preset", "tiny", "--dtype", "float32", "--tokens", "600", "--chunk", "200")

@@ -78,10 +78,15 @@ def test_missing_packages_are_named_before_anything_is_loaded(monkeypatch: pytes
         (("tiny", "--route", "fast"), "route: wanted"),
         (("tiny", "--stock", "--route", "cpu"), "--stock and --route: wanted one of them; got both"),
         (("tiny", "--device", "cuda:77"), "--device cuda:77: torch"),
+        (("tiny", "--dtype", "float64"), "--dtype: wanted one of auto, float32, bfloat16, float16; got float64"),
+        (("tiny", "--stock", "--dtype", "int8"), "--dtype: wanted one of auto, float32, bfloat16, float16; got int8"),
     ],
     ids=str,
 )
-def test_what_cannot_be_served_is_refused_in_one_line(arguments: tuple[str, ...], message: str) -> None:
+def test_what_cannot_be_served_is_refused_in_one_line(
+    arguments: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve_command, "write_preset", pytest.fail)
     result = invoke("serve", *arguments)
     assert result.exit_code == 2
     last = result.stderr.strip().splitlines()[-1]

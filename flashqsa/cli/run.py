@@ -122,7 +122,7 @@ def run(job: Job, screen: Screen, json_target: str | None) -> int:
         # After each length: what is done is kept, whatever becomes of the next.
         write_json(json_target if len(prompts) == 1 or json_target != "-" else None, _together(found))
         served = any(use.calls for use in outcome.uses)
-        agrees = outcome.agreed is None or loaded.model.dtype != torch.float32 or outcome.agreed.holds
+        agrees = outcome.agreed is None or not judged(job, loaded) or outcome.agreed.holds
         passed = passed and served and agrees
     if len(prompts) > 1 and json_target == "-":
         write_json(json_target, _together(found))
@@ -302,14 +302,13 @@ def _warm_up(loaded: Loaded, tokens: list[int]) -> None:
 
 
 def route_rows(uses: list[RouteUse]) -> list[tuple[str, ...]]:
-    """One line per route that ran, then one per route that was refused before it, with the reason."""
+    """One line per route that ran, then one per reason against routes before it."""
     found: list[tuple[str, ...]] = []
     for use in sorted(uses, key=lambda use: (PHASES.index(use.phase), STAGES.index(use.decision.route.stage))):
         decision = use.decision
         stage = decision.route.stage
         found.append((use.phase, stage, str(decision.route), f"{use.calls:,}", f"{use.rows:,}", "taken"))
-        for refusal in decision.refused:
-            found.append(("", "", f"not {refusal.route}", "", "", refusal.reason))
+        found += [("", "", f"not {routes}", "", "", reason) for reason, routes in decision.reasons().items()]
     return found
 
 
@@ -378,12 +377,17 @@ def _show(job: Job, loaded: Loaded, outcome: Outcome, screen: Screen) -> None:
     sides = ("FlashQSA",) if outcome.stock is None else ("FlashQSA", "stock", "speedup")
     screen.table("figures", ("", *sides), _figures(outcome))
     if outcome.agreed is not None:
-        _show_agreement(outcome.agreed, outcome.timing, loaded, screen)
+        _show_agreement(outcome.agreed, outcome.timing, judged(job, loaded), screen)
     if job.model is not None:
         screen.line(f"text: {loaded.decode(outcome.produced)}")
 
 
-def _show_agreement(agreed: Agreement, timing: Timing, loaded: Loaded, screen: Screen) -> None:
+def judged(job: Job, loaded: Loaded) -> bool:
+    """Whether numbers should agree with the stock layer's: nothing is rounded to less than FP32."""
+    return loaded.model.dtype == torch.float32 and KV_DTYPES[job.kv_dtype] is None
+
+
+def _show_agreement(agreed: Agreement, timing: Timing, to_judge: bool, screen: Screen) -> None:
     rows = [
         ("prompt rows", f"{agreed.rows:,}"),
         ("selections with an exact tie at the cut", f"{agreed.rows_tied:,}"),
@@ -396,8 +400,8 @@ def _show_agreement(agreed: Agreement, timing: Timing, loaded: Loaded, screen: S
         ("greedy tokens that agree", f"{agreed.same_tokens} of {agreed.new_tokens}"),
     ]
     screen.table(f"FlashQSA beside the stock layer, {timing.tokens:,} tokens", ("", "value"), rows)
-    if loaded.model.dtype != torch.float32:
-        screen.line("Agreement is judged in FP32 only: half types differ by the order of rounding alone.")
+    if not to_judge:
+        screen.line("Agreement is judged in FP32 only: half types differ by the order of rounding alone, FP8 by more.")
     elif agreed.holds:
         screen.line(f"FlashQSA and the stock layer agree: logits to {LOGIT_TOLERANCE:g}, selections up to ties.")
     else:

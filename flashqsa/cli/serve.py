@@ -25,6 +25,9 @@ from flashqsa.support import device_supported
 SERVER_PACKAGES = ("fastapi", "uvicorn", "pydantic", "openai", "accelerate")
 """What Transformers' server imports, beside Transformers itself: its extra `serving`."""
 
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+"""Of weights, as the server names them: those that the model's experts multiply."""
+
 
 @dataclass(frozen=True)
 class Serving:
@@ -69,6 +72,7 @@ def serve(serving: Serving, screen: Screen) -> int:
     plug = integration()
     command = server_command()
     context = _understood(command, [serving.model, *serving.options()])
+    check_place(context.params, stock=serving.stock)
     if serving.threads is not None:
         torch.set_num_threads(serving.threads)
     process.keep_freed_memory()
@@ -81,7 +85,7 @@ def serve(serving: Serving, screen: Screen) -> int:
         name = stack.enter_context(_model_on_disk(serving))
         context.params["force_model"] = name
         if not serving.stock:
-            check_servable(name, context.params, plug)
+            check_servable(name, plug)
             plug.enable_globally()
             stack.callback(plug.disable_globally)
         _make_hub_folder()
@@ -120,12 +124,25 @@ def _understood(command: Any, arguments: list[str]) -> Any:
         raise UserError(f"transformers serve: {error.format_message()}") from error
 
 
-def check_servable(name: str, options: dict[str, Any], plug: Any) -> None:
-    """UserError for a model without sparse layers that FlashQSA serves, or a device without kernels.
+def check_place(options: dict[str, Any], *, stock: bool = False) -> None:
+    """UserError for a dtype that the model does not run in, or a device without kernels.
 
-    name     a folder, or a name on the hub
     options  of Transformers' server, with its defaults
+    stock    the device needs no kernels of ours
     """
+    dtype = str(options.get("dtype") or "auto")
+    if dtype not in DTYPES:
+        raise UserError(f"--dtype: wanted one of {', '.join(DTYPES)}; got {dtype}")
+    device = str(options.get("device") or "auto")
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    supported = device_supported(check_device(int(device) if device.isdecimal() else device))
+    if not stock and not supported:
+        raise UserError(f"--device {supported}")
+
+
+def check_servable(name: str, plug: Any) -> None:
+    """UserError for a model without sparse layers that FlashQSA serves; `name` is a folder, or a name on the hub."""
     transformers = transformers_module()
     repository, _, revision = name.partition("@")
     try:
@@ -137,12 +154,6 @@ def check_servable(name: str, options: dict[str, Any], plug: Any) -> None:
         plug.sparse_layer_ids(config)
     except plug.UnsupportedModelError as error:
         raise UserError(f"{name}: FlashQSA cannot stand in for its sparse layers: {error}") from error
-    device = str(options.get("device") or "auto")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "cpu"
-    supported = device_supported(check_device(int(device) if device.isdecimal() else device))
-    if not supported:
-        raise UserError(f"--device {supported}")
 
 
 def _make_hub_folder() -> None:

@@ -25,6 +25,8 @@ def prepare(
     ring = index_cache.raw_keys
     if ring is None:
         raise TypeError("an index cache without a ring of raw keys cannot be written")
+    if rows.count == 0:
+        return torch.empty_like(projected.q), torch.empty_like(projected.index_q)
     # A row past the bound that the call was sized for counts as padding.
     position = torch.where(rows.position <= rows.max_position, rows.position, -1)
     rows = Rows(rows.request, position, rows.max_position)
