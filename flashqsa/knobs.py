@@ -112,9 +112,9 @@ CUDA_ARCH_LIST = Knob(
 VLLM = Knob(
     "FLASHQSA_VLLM",
     "choice",
-    "0",
-    "Whether vLLM's QSA functions are replaced in a vLLM process: `0` (never), `auto` (where its release is supported) "
-    "or `1` (refuse to start where it is not).",
+    "auto",
+    "Whether FlashQSA's layers serve Qwen4-Exp in a vLLM process: `auto` (where its release is supported), `1` (refuse "
+    "to start where it is not) or `0` (never).",
     choices=("auto", "1", "0"),
 )
 

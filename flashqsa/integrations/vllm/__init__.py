@@ -1,7 +1,7 @@
-"""FlashQSA in vLLM: functions with vLLM's signatures, and the plugin that puts them in place of vLLM's own.
+"""FlashQSA in vLLM: a plugin that puts layers of our own in vLLM's Qwen4-Exp models, and functions with its signatures.
 
-vLLM finds the plugin by its entry point; nothing needs to be called. `docs/VLLM.md` says what is there, and what is
-not yet. Importing this module loads neither torch nor vLLM.
+vLLM finds the plugin by its entry point; nothing needs to be called. `docs/VLLM.md` says what is served, and what was
+run. Importing this module loads neither torch nor vLLM.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 from flashqsa.integrations.vllm.entry import SUPPORTED, register, require_vllm
-from flashqsa.integrations.vllm.errors import LayoutError, UnsupportedVllmError
+from flashqsa.integrations.vllm.errors import LayoutError, UnsupportedSettingError, UnsupportedVllmError
 
 if TYPE_CHECKING:
     from flashqsa.integrations.vllm.functions import (
@@ -35,6 +35,7 @@ _HOMES = {
 __all__ = [
     "SUPPORTED",
     "LayoutError",
+    "UnsupportedSettingError",
     "UnsupportedVllmError",
     "expand_qsa_block_indices",
     "qsa_compress_groups_with_ratio",

