@@ -84,7 +84,7 @@ def by_token(
 def write_model(folder: Path) -> None:
     """The preset's weights are random, but for the part that all embeddings share: rows select alike by it."""
     transformers, preset = transformers_module(), PRESETS["demo"]
-    fields = preset.fields() | {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "output_gate_type": "silu"}
+    fields = preset.fields() | {"linear_key_head_dim": 128, "linear_value_head_dim": 128}
     torch.manual_seed(0)
     config = transformers.Qwen4ExpTextConfig(**fields)
     model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

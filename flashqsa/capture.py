@@ -248,8 +248,14 @@ def facts_as_json(facts: DeviceFacts) -> dict[str, Any]:
 def _save_under(folder: Path, noted: Noted) -> Path:
     for number in range(1, MAX_NAMES + 1):
         target = folder / (noted.function if number == 1 else f"{noted.function}-{number}")
-        if not target.exists():
+        if target.exists():
+            continue
+        try:
             return save(target, noted)
+        except CaptureError:
+            # Another process with the same folder may have taken the name meanwhile.
+            if not target.exists():
+                raise
     raise CaptureError(f"{folder}: holds {MAX_NAMES} captures of {noted.function} already")
 
 

@@ -16,7 +16,7 @@ from flashqsa.device import DeviceFacts
 from flashqsa.kernels import cpu
 from flashqsa.machine import facts_here
 from flashqsa.plan import STAGES, Plan, make_plan
-from flashqsa.reference.prepare import prepare_projected
+from flashqsa.reference.prepare import prepare as reference_prepare
 from flashqsa.route import Call, Route, Stage, announce
 from flashqsa.select_shape import begins_aligned
 from flashqsa.values import FP8, IndexCache, KvCache, Projected, QsaSpec, Rows, Selection
@@ -461,5 +461,5 @@ def _preparing_function(
     """
     kernels, capability = _writing_kernels(facts)
     if kernels is reference:
-        return prepare_projected, ()
+        return reference_prepare, ()
     return (kernel_set("nvrtc") if capability else kernels).prepare, capability

@@ -251,6 +251,23 @@ def test_save_never_overwrites(saved: Path) -> None:
     assert [path.name for path in saved.parent.iterdir()] == ["call"]
 
 
+def test_a_name_that_another_process_takes_meanwhile_is_left_to_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, write = build(CASES[0]), capture._write
+
+    def late(staging: Path, call: Noted) -> None:
+        (theirs := tmp_path / call.function).mkdir(exist_ok=True)
+        (theirs / CALL_FILE).write_text("another's")
+        write(staging, call)
+
+    monkeypatch.setattr(capture, "_write", late)
+    with capture.recording(tmp_path):
+        pipeline.select_blocks(inputs.index_q, inputs.index_cache, inputs.rows, inputs.spec)
+    assert (tmp_path / "select_blocks" / CALL_FILE).read_text() == "another's"
+    assert capture.load(tmp_path / "select_blocks-2").function == "select_blocks"
+
+
 def test_a_write_that_fails_leaves_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(tensors: dict[str, Tensor], path: Path) -> None:
         path.write_bytes(b"half")

@@ -23,7 +23,7 @@ from flashqsa.kernels.cpu.prepare import prepare as cpu_prepare
 from flashqsa.kernels.cpu.prepare import rms_norm, rotate, sum_of_squares
 from flashqsa.kernels.nvrtc import Kernel, NvrtcNotFoundError, Source, compile_source
 from flashqsa.kernels.nvrtc.prepare import FEW_ROWS, Variant, prepare, prepare_kernel
-from flashqsa.reference.prepare import prepare_projected
+from flashqsa.reference.prepare import prepare as reference_prepare
 from flashqsa.testing import compare
 from flashqsa.testing.inputs import filled
 from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
@@ -301,7 +301,7 @@ def test_the_cpu_kernels_are_near_the_reference(
     # A norm's last bit may decide a rounding, and that one those of the rotary's products and their sum.
     unit = torch.finfo(dtype).eps if cache_dtype != FP8 else 2.0**-3
     for call in random_calls(layer, 5, most=13):
-        ours, exact = run(cpu_prepare, layer, call, got), run(prepare_projected, layer, call, wanted)
+        ours, exact = run(cpu_prepare, layer, call, got), run(reference_prepare, layer, call, wanted)
         live = call.rows.live & (call.rows.position <= call.rows.max_position)
         for mine, theirs in zip(ours, exact, strict=True):
             near(mine[live].float(), theirs[live].float(), torch.finfo(dtype).eps)
@@ -370,7 +370,7 @@ def test_where_no_kernels_are_the_reference_prepares(monkeypatch: pytest.MonkeyP
     bare = replace(facts_of(torch.device("cpu")), kernel_sets=frozenset({"reference"}))
     monkeypatch.setattr(pipeline, "facts_here", lambda _: bare)
     ours, theirs = arguments_of(False), arguments_of(False)
-    got, wanted = flashqsa.prepare(**ours), prepare_projected(**theirs)
+    got, wanted = flashqsa.prepare(**ours), reference_prepare(**theirs)
     assert all(compare.same_bits(mine, other) for mine, other in zip(got, wanted, strict=True))
 
 
@@ -383,7 +383,7 @@ def test_every_gpu_prepares_with_the_one_kernel(name: str) -> None:
 
 
 def test_no_gradient_is_recorded() -> None:
-    for prepares in (flashqsa.prepare, prepare_projected):
+    for prepares in (flashqsa.prepare, reference_prepare):
         given = arguments_of(False)
         leaves = {n: getattr(given["projected"], n).clone().requires_grad_() for n in ("q", "keys", "q_norm", "cos")}
         given["projected"] = replace(given["projected"], **leaves)

@@ -18,7 +18,7 @@ from flashqsa.reference.prepare import prepare
 from flashqsa.testing import compare
 from flashqsa.testing.cases import BF16, FP16, FP32
 from flashqsa.testing.inputs import filled
-from flashqsa.values import FP8, IndexCache, KvCache, QsaSpec, Rows
+from flashqsa.values import FP8, IndexCache, KvCache, Projected, QsaSpec, Rows
 from tests.both_devices import DEVICES
 from tests.prepare_calls import EPS, Layer, layer_of
 
@@ -241,7 +241,8 @@ def wanted_of(engine: Engine) -> tuple[Tensor, Tensor, KvCache, IndexCache]:
     q_norm, k_norm, index_q_norm, index_k_norm = layer.weights
     norms = {"q_norm": q_norm, "k_norm": k_norm, "index_q_norm": index_q_norm, "index_k_norm": index_k_norm}
     new = (q, keys, values, index_q, raw)
-    found = prepare(*new, kv, index, rows, spec, **norms, cos=cos, sin=sin, first_angles=first, eps=EPS)
+    projected = Projected(*new, **norms, cos=cos, sin=sin, first_angles=first, eps=EPS)
+    found = prepare(projected, kv, index, rows, spec)
     return *found, kv, index
 
 

@@ -133,6 +133,8 @@ class Preset:
             # Every Transformers that knows this model maps this spelling to its own name of the sparse layer.
             "layer_types": layer_types,
             "max_position_embeddings": 1 << 20,
+            # What Transformers takes by default; vLLM wants it said.
+            "output_gate_type": "silu",
             "rope_parameters": {
                 "rope_type": "default",
                 "rope_theta": 1e7,

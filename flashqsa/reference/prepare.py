@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -13,7 +11,7 @@ from flashqsa.values import IndexCache, KvCache, Projected, QsaSpec, Rows
 
 
 @torch.no_grad()
-def prepare_projected(
+def prepare(
     projected: Projected, kv_cache: KvCache, index_cache: IndexCache, rows: Rows, spec: QsaSpec
 ) -> tuple[Tensor, Tensor]:
     """Norms (in FP64, rounded once) and rotary (in the numbers' dtype), and the caches written: q and index_q.
@@ -52,19 +50,3 @@ def prepare_projected(
     weight = projected.index_k_norm
     write_index_keys(projected.raw_keys, index_cache, rows, spec, weight, opening[:, 0], opening[:, 1], eps)
     return prepared(projected.q, projected.q_norm), prepared(projected.index_q, projected.index_q_norm)
-
-
-def prepare(
-    q: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    index_q: Tensor,
-    raw_keys: Tensor,
-    kv_cache: KvCache,
-    index_cache: IndexCache,
-    rows: Rows,
-    spec: QsaSpec,
-    **rest: Any,
-) -> tuple[Tensor, Tensor]:
-    """`prepare_projected` of projections that are not put together yet; `rest` are the other fields of `Projected`."""
-    return prepare_projected(Projected(q, keys, values, index_q, raw_keys, **rest), kv_cache, index_cache, rows, spec)
