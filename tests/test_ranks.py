@@ -63,6 +63,19 @@ def test_heads_that_do_not_divide_are_refused(heads: tuple[int, int], ranks: int
         spec_on_rank(QsaSpec(*heads), ranks)
 
 
+@pytest.mark.parametrize("ranks", ["2", 2.0, None, True])
+def test_ranks_that_are_no_whole_number_are_refused(ranks: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match="ranks: wanted a whole number; got"):
+        spec_on_rank(QsaSpec(), ranks)
+    with pytest.raises(UnsupportedModelError, match="ranks: wanted a whole number; got"):
+        tensor_parallel_plan(tiny_config(), ranks)
+
+
+def test_a_plan_of_no_config_is_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"config: wanted a config object, .*; got NoneType"):
+        tensor_parallel_plan(None, 2)
+
+
 def test_a_plan_splits_heads_and_leaves_the_indexer_whole() -> None:
     config = tiny_config()
     plan = tensor_parallel_plan(config, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from transformers.masking_utils import bidirectional_mask_function
 
 from flashqsa import QsaSpec, Selection, pipeline
 from flashqsa.integrations.transformers import (
+    CacheMismatchError,
     FlashQsaAttention,
     MaskMismatchError,
     disable,
@@ -379,18 +381,22 @@ def test_autocast_runs(models: tuple[Any, Any]) -> None:
 
 
 def test_a_mask_that_contradicts_the_cache_is_refused(models: tuple[Any, Any]) -> None:
+    """And the cache with it: the linear layer that comes first has taken the pass in."""
     _, fast = models
     ids, mask = tokens(2, 50), padding(2, 50, {1: slice(0, 7)})
     cache = DynamicCache(config=fast.config)
     logits(fast, ids[:, :40], attention_mask=mask[:, :40], past_key_values=cache)
-    with pytest.raises(MaskMismatchError, match=r"attention_mask: wanted .* 40 columns .* got none"):
-        logits(fast, ids[:, 40:], past_key_values=cache)
-    other = padding(2, 50, {1: slice(0, 6)})
-    with pytest.raises(MaskMismatchError, match="got another one"):
-        logits(fast, ids[:, 40:], attention_mask=other, past_key_values=cache)
     shown = torch.ones(2, 1, 10, 50, dtype=torch.bool).tril(40)
-    with pytest.raises(MaskMismatchError, match="padding to stay padding"):
-        logits(fast, ids[:, 40:], attention_mask=shown, past_key_values=cache)
+    for other, message in [
+        (None, r"attention_mask: wanted .* 40 columns .* got none"),
+        (padding(2, 50, {1: slice(0, 6)}), "got another one"),
+        (shown, "padding to stay padding"),
+    ]:
+        torn = copy.deepcopy(cache)
+        with pytest.raises(MaskMismatchError, match=message):
+            logits(fast, ids[:, 40:], attention_mask=other, past_key_values=torn)
+        with pytest.raises(CacheMismatchError, match="drop it and begin a new one"):
+            logits(fast, ids[:, 40:], attention_mask=mask, past_key_values=torn)
     assert torch.isfinite(logits(fast, ids[:, 40:], attention_mask=mask, past_key_values=cache)).all()
 
 

@@ -178,7 +178,7 @@ def test_beams_of_a_static_cache_move_in_place(fast: Any) -> None:
     places = [(store.kv.data_ptr(), store.page_table.data_ptr(), store.raw_keys.data_ptr()) for store in stores(cache)]
     order = torch.tensor([2, 2, 0], device=device)
     cache.reorder_cache(order)
-    cache.position_ids = cache.position_ids[:, order]
+    forget_positions(cache, PROMPT, order)
     ends = tokens(3, 70, seed=8).to(device)
     got = logits(fast, ends, past_key_values=cache)
     want = logits(fast, torch.cat([ids[order], ends], 1), use_cache=False)[:, PROMPT:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import random
 from collections.abc import Callable
 from typing import Any
@@ -30,6 +29,7 @@ from flashqsa.integrations.transformers import (
     enable,
 )
 from flashqsa.integrations.transformers.graph import StepGraph
+from flashqsa.integrations.transformers.passes import set_positions
 from tests.both_devices import DEVICES
 from tests.transformers_tiny import (
     logits,
@@ -305,10 +305,11 @@ def test_what_cannot_step_is_refused_before_work_starts(model: Any) -> None:
     moved.lm_head = moved.lm_head.to("meta")
     with pytest.raises(UnsupportedModelError, match=f"all weights on one device; got {device}, meta"):
         Steps(moved, cache, last)
-    forgetful = copy.copy(cache)
-    del forgetful.position_ids
+    kept = set_positions(cache, None)
     with pytest.raises(CacheMismatchError, match="positions of its columns"):
-        Steps(model, forgetful, last)
+        Steps(model, cache, last)
+    set_positions(cache, kept)
+    assert Steps(model, cache, last).room == 110
 
 
 def test_a_function_runs_once_in_every_run() -> None:

@@ -8,7 +8,7 @@ import json
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
@@ -434,6 +434,28 @@ def test_configs_that_cannot_be_served_are_refused_by_name(changes: dict[str, An
 
 
 # -- what a model says about itself
+
+
+@pytest.mark.parametrize("reader", [sparse_layer_ids, spec_of_config, portable_config])
+@pytest.mark.parametrize("config", [None, 7, "config.json"])
+def test_what_is_no_config_is_refused(reader: Callable[[Any], Any], config: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=f"config: wanted .*; got {type(config).__name__}"):
+        reader(config)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"rows": 0}, "rows: wanted a whole number of at least 1; got 0"),
+        ({"rows": 2.0}, "rows: wanted a whole number of at least 1; got 2.0"),
+        ({"requests": 0}, "requests: wanted a whole number of at least 1; got 0"),
+        ({"max_position": -3}, "max_position: wanted a whole number from 0 to 1048575; got -3"),
+        ({"max_position": 10**8}, "max_position: wanted a whole number from 0 to 1048575; got 100000000"),
+    ],
+)
+def test_route_report_refuses_numbers_that_no_pass_has(stock: Any, asked: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        route_report(stock, **{"rows": 1, "max_position": 9, **asked})
 
 
 def test_route_report_says_what_each_layer_takes(stock: Any) -> None:

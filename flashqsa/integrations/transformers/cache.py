@@ -38,6 +38,7 @@ class FlashQsaLayer(PagedLayer, DynamicIndexedLayer):  # type: ignore[misc]
         """Makes room for so many columns now, or where nothing is held yet with the first pass."""
         self.reserved_columns = max(columns, self.reserved_columns)
         if self.store is not None:
+            self.thaw()
             self.store.reserve(columns, self._count)
 
     def _columns(self) -> int:
@@ -94,6 +95,16 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
             return int(length)
         return length if self.known_columns is None else self.known_columns
 
+    def thaw(self) -> None:
+        """Copies what was made in inference mode, which cannot be written outside it."""
+        super().thaw()
+        if torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return
+        for name in ("cumulative_length", "indexer_cumulative_length"):
+            length: Tensor | None = getattr(self, name, None)
+            if length is not None and length.is_inference():
+                setattr(self, name, length.clone())
+
     def _set_columns(self, columns: int) -> None:
         # In place: compiled code holds on to the tensor.
         self.cumulative_length.fill_(columns)
@@ -120,6 +131,10 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
         self.store.take_back(kept, rows, self.cumulative_length)
         self.cumulative_length.add_(kept.max() - rows)
 
+    def last_position(self, tokens: int) -> int:
+        """Host bound on positions while no request has more than so many tokens."""
+        return min(tokens, int(self.max_cache_len)) - 1
+
     def _capacity(self, columns: int) -> tuple[int, int | None]:
         if columns > self.max_cache_len:
             raise CacheMismatchError(
@@ -132,7 +147,7 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
 
     def _bound(self, columns: int | Tensor, count: int) -> int:
         if self.step_tokens is not None:
-            return min(self.step_tokens, int(self.max_cache_len)) - 1
+            return self.last_position(self.step_tokens)
         if not isinstance(columns, int):
             # A bound that no step changes, so that nothing is compiled twice.
             return int(self.max_cache_len) - 1
@@ -178,7 +193,11 @@ class FlashQsaStaticLayer(PagedLayer, StaticIndexedLayer):  # type: ignore[misc]
         if self.store is not None:
             columns = self.known_columns
         if columns is not None and self.step_tokens is None and not torch.compiler.is_compiling():
-            self._capacity(columns + query_length)
+            try:
+                self._capacity(columns + query_length)
+            except CacheMismatchError:
+                self.leave_positions(query_length)
+                raise
         found: tuple[int, int] = super().get_mask_sizes(query_length)
         return found
 
@@ -206,6 +225,7 @@ def paged_layer(cache: Any, layer_idx: int) -> PagedLayer | None:
         held[f"_{name}"] = held.pop(name, None)
     vars(ours).update(held)
     ours._filled = ours.is_initialized or ours._indexer_keys is not None
+    ours.surplus_positions = None
     layers[layer_idx] = ours
     return ours
 

@@ -32,6 +32,11 @@ class StepGraph:
         self._pool = pool
         self._graph: torch.cuda.CUDAGraph | None = None
 
+    @property
+    def will_replay(self) -> bool:
+        """Whether the next run only replays, so that nothing is decided on the host."""
+        return self._graph is not None
+
     def run(self) -> How:
         """Does the work once, and says how. It does not wait for a GPU."""
         self.runs += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import weakref
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cache as once
 from typing import Any
@@ -23,6 +24,7 @@ from flashqsa.integrations.transformers.errors import CacheMismatchError
 from flashqsa.integrations.transformers.handover import note_hand_over
 from flashqsa.integrations.transformers.masks import NAME, register_masks, stock_mask, wants_attentions
 from flashqsa.integrations.transformers.paged import PagedLayer
+from flashqsa.integrations.transformers.passes import cached_positions, check_layers_agree, refusing
 from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Queries, Reading
 from flashqsa.integrations.transformers.versions import spec_of_config
 from flashqsa.values import QsaSpec
@@ -118,6 +120,8 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         """
         cache = kwargs.pop("cache", past_key_values)
         held = None if cache is None else paged_layer(cache, self.layer_idx)
+        if held is not None and not torch.compiler.is_compiling() and held.step_tokens is None:
+            check_layers_agree(cache, held, hidden_states.shape[1])
         reason = self._hand_over_reason(hidden_states, attention_mask, cache, held, kwargs)
         if reason is not None:
             note_hand_over(reason)
@@ -139,7 +143,7 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         # Under autocast the rotary embedding promotes; everywhere else these do nothing.
         new = NewTokens(keys.to(values.dtype), values, raw_keys, cos, sin)
         q, gate, index_q = q.to(values.dtype), gate.to(values.dtype), index_q.to(raw_keys.dtype)
-        spec = self._spec_here(q.shape[2], keys.shape[2])
+        spec = self.spec_of_heads(q.shape[2], keys.shape[2])
         reading = self._store(new, queries, attention_mask, cache, held, spec, position_embeddings, hidden_states)
         output, _ = ops.qsa_attention(
             index_q.flatten(0, 1) if reading.index_q is None else reading.index_q,
@@ -206,8 +210,8 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
                 return "a norm has a forward of its own"
         return None
 
-    def _spec_here(self, q_heads: int, kv_heads: int) -> QsaSpec:
-        """The spec with the heads that are on this rank: tensor parallelism splits them."""
+    def spec_of_heads(self, q_heads: int, kv_heads: int) -> QsaSpec:
+        """The spec with so many heads, as they are on this rank: tensor parallelism splits them."""
         spec = self.qsa_spec
         if (q_heads, kv_heads) == (spec.q_heads, spec.kv_heads):
             return spec
@@ -239,7 +243,12 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
             return cos[:, :columns], sin[:, :columns]
 
         _fetch(cache, self.layer_idx, hidden_states.device)
-        return held.extend(new, padding_mask, spec, pooling, history, self.kv_dtype, queries)
+        with self._refusing(cache, held, tokens):
+            return held.extend(new, padding_mask, spec, pooling, history, self.kv_dtype, queries)
+
+    def _refusing(self, cache: Any, held: PagedLayer, tokens: int) -> AbstractContextManager[None]:
+        """See `passes.refusing`; nothing while compiling."""
+        return nullcontext() if torch.compiler.is_compiling() else refusing(cache, held, self.layer_idx, tokens)
 
     def _index_norm(self) -> Tensor:
         """The weight of the index keys' norm. It is read, not called: accelerate brings offloaded ones for calls."""
@@ -293,9 +302,10 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         """The stock layer's forward, given the full mask and the angles of the whole history that it needs."""
         mask = full_mask(hidden_states, attention_mask, cache, self.layer_idx)
         if held is not None:
-            held.check_hidden(mask)
-            columns = int(cache.get_seq_length(self.layer_idx)) + hidden_states.shape[1]
-            position_embeddings = self._all_angles(hidden_states, position_embeddings, cache, columns)
+            with self._refusing(cache, held, hidden_states.shape[1]):
+                held.check_hidden(mask)
+                columns = int(cache.get_seq_length(self.layer_idx)) + hidden_states.shape[1]
+                position_embeddings = self._all_angles(hidden_states, position_embeddings, cache, columns)
         # The fourth argument by its place: it was renamed.
         output, weights = super().forward(hidden_states, position_embeddings, mask, cache, **kwargs)
         return output, weights
@@ -332,15 +342,6 @@ def full_mask(hidden_states: Tensor, attention_mask: Tensor | None, cache: Any, 
         length, offset = cache.get_mask_sizes(tokens, layer_idx)
         start = cache.get_seq_length(layer_idx)
     return stock_mask(batch, tokens, length, start, padding, offset, device=hidden_states.device)
-
-
-def cached_positions(cache: Any) -> Tensor | None:
-    """Positions [axes, batch, columns] that the stock model keeps: on the cache, or (5.23) on an indexed layer."""
-    held = getattr(cache, "position_ids", None)
-    if held is None:
-        kept = (getattr(layer, "indexer_position_ids", None) for layer in getattr(cache, "layers", ()))
-        held = next((ids for ids in kept if ids is not None), None)
-    return held
 
 
 def _fetch(cache: Any, layer_idx: int, device: torch.device) -> None:

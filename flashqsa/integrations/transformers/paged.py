@@ -8,15 +8,22 @@ hands.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from flashqsa import check
+from flashqsa.device import DeviceFacts
 from flashqsa.integrations.transformers.errors import CacheMismatchError, MaskMismatchError
 from flashqsa.integrations.transformers.store import NewTokens, PagedStore, Pooling, Queries, Reading
+from flashqsa.machine import facts_here
+from flashqsa.plan import STAGES
+from flashqsa.route import Call, choose_route
 from flashqsa.values import QsaSpec
+
+DROP_CACHE = "a pass over it was not ended; drop it and begin a new one"
 
 History = Callable[[int], tuple[Tensor, Tensor]]
 """Gives cos and sin [batch, n, rotary_dim] of the first n columns; called only where a stock cache is taken over."""
@@ -27,6 +34,28 @@ def _checks(device: torch.device) -> bool:
     return not torch.compiler.is_compiling() and check.wants_value_checks(None, device)
 
 
+def require_routes(
+    spec: QsaSpec, rows: int, requests: int, max_position: int, dtype: torch.dtype, kv_dtype: torch.dtype, device: Any
+) -> None:
+    """Raises NoRouteError where no route will serve a pass over a paged cache; host numbers alone are read.
+
+    dtype     of queries, index queries and index keys
+    kv_dtype  of stored keys and values
+    """
+    if device.type == "meta":
+        return
+    invariant = check.wants_batch_invariance(None)
+    call = Call(spec, rows, requests, max_position, dtype, kv_dtype, dtype, dtype, batch_invariant=invariant)
+    _find_routes(call, facts_here(device), check.check_pin(None))
+
+
+@lru_cache(maxsize=64)
+def _find_routes(call: Call, facts: DeviceFacts, pin: str | None) -> None:
+    """Asks for both stages. The layers of a pass ask the same in turn."""
+    for stage in STAGES:
+        choose_route(stage, call, facts, pin)
+
+
 class PagedLayer:
     """What the dynamic and the static layer share. `store` is None in the stock state."""
 
@@ -34,6 +63,13 @@ class PagedLayer:
     step_tokens: int | None = None
     """While steps of fixed shapes run (`Steps`): no request gets more tokens than this. Counts are then read and
     written on the device alone, masks are not compared, and every new column is a token."""
+
+    spoilt = False
+    """Whether a pass was refused when other layers of the cache had written, or a step began and has not ended; `reset`
+    ends it."""
+    surplus_positions: int | None = 0
+    """Most positions that Transformers may keep beyond the columns held, as cropping and resetting leave them; None
+    where that is not known (`passes.py`)."""
 
     _filled = False
     _hidden: Tensor | None = None
@@ -108,6 +144,20 @@ class PagedLayer:
     def _adopt_attributes(self, new: NewTokens) -> None:
         raise NotImplementedError
 
+    # -- what is known without asking a GPU
+
+    def columns_on_host(self) -> int | None:
+        """Columns held, or None where a GPU would have to be asked."""
+        columns = self._columns()
+        return columns if isinstance(columns, int) else None
+
+    def check_unspoilt(self) -> None:
+        """CacheMismatchError where a pass was refused after other layers had written, or a step failed."""
+        if self.spoilt and self.step_tokens is None:
+            raise CacheMismatchError(
+                f"cache: wanted one whose layers hold the same columns; got a torn one: {DROP_CACHE}"
+            )
+
     # -- the calls of the FlashQSA layer
 
     def extend(
@@ -130,11 +180,13 @@ class PagedLayer:
 
         Raises CacheMismatchError when a stock cache that is taken over is torn, or does not fit the batch, or a static
         cache is full, or index keys were pooled for another layer; MaskMismatchError when the mask contradicts the one
-        of an earlier pass. The mask and the norm of the index keys are compared where FLASHQSA_CHECK_VALUES allows it,
-        never under torch.compile.
+        of an earlier pass; NoRouteError when nothing could read what would be written. What is held stays as it was
+        then. The mask and the norm of the index keys are compared where FLASHQSA_CHECK_VALUES allows it, masks and
+        routes never under torch.compile.
         """
         store = self.store
         if store is None:
+            self._require_routes(new, spec, self._stock_lengths()[0] if self._filled else 0, kv_dtype)
             store = self._take_over(new, padding_mask, spec, pooling, history, kv_dtype)
         if store.batch != new.raw_keys.shape[0]:
             raise CacheMismatchError(f"cache: wanted {new.raw_keys.shape[0]} requests; got {store.batch}")
@@ -143,10 +195,10 @@ class PagedLayer:
         if self.device != new.raw_keys.device:
             raise CacheMismatchError(f"cache: wanted one on {new.raw_keys.device}; got one on {self.device}")
         self.prefetch()
-        if not torch.compiler.is_compiling():
-            store.thaw()
+        self.thaw()
         count, columns = new.raw_keys.shape[1], self._columns()
         bound = self._bound(columns, count)
+        self._require_routes(new, spec, columns, store.kv.dtype)
         if self.step_tokens is None and _checks(new.raw_keys.device):
             self._check_history(store, padding_mask, int(columns))
             self._check_pooling(pooling, int(columns))
@@ -157,6 +209,21 @@ class PagedLayer:
         reading = store.append(new, columns, spec, pooling, bound, queries)
         self._advance(count)
         return reading
+
+    def _require_routes(
+        self, new: NewTokens, spec: QsaSpec, columns: int | Tensor, kv_dtype: torch.dtype | None
+    ) -> None:
+        """Raises NoRouteError where nothing serves the new columns, of which `columns` come before."""
+        if torch.compiler.is_compiling() or self.step_tokens is not None:
+            return  # `Steps` asks before its pass begins
+        batch, count = new.raw_keys.shape[:2]
+        bound, dtype = self._bound(columns, count), new.values.dtype
+        require_routes(spec, batch * count, batch, bound, dtype, kv_dtype or dtype, new.raw_keys.device)
+
+    def thaw(self) -> None:
+        """Copies what was made in inference mode, which cannot be written outside it."""
+        if self.store is not None and not torch.compiler.is_compiling():
+            self.store.thaw()
 
     def _check_pooling(self, pooling: Pooling, columns: int) -> None:
         """Remembers the norm that the first block keys are made with; CacheMismatchError for another one later."""
@@ -272,6 +339,7 @@ class PagedLayer:
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """The stock call: appends columns [batch, kv_heads, new, head_dim], returns all of them."""
+        self.check_unspoilt()
         self._to_stock()
         self._filled = True
         found: tuple[Tensor, Tensor] = super().update(key_states, value_states, *args, **kwargs)  # type: ignore[misc]
@@ -282,6 +350,12 @@ class PagedLayer:
         self._to_stock()
         self._filled = True
         found: Tensor = super().update_indexer(indexer_key_states)  # type: ignore[misc]
+        return found
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """The stock call, which comes before any layer runs: CacheMismatchError for a torn cache."""
+        self.check_unspoilt()
+        found: tuple[int, int] = super().get_mask_sizes(query_length)  # type: ignore[misc]
         return found
 
     def offload(self) -> None:
@@ -300,7 +374,9 @@ class PagedLayer:
 
     def reset(self) -> None:
         """Forgets everything; keeps the memory."""
-        self._hidden = None
+        self._hidden, self.spoilt = None, False
+        self.leave_positions(self.columns_on_host())
+        self.thaw()
         if self.store is None:
             super().reset()  # type: ignore[misc]
             self._filled = self._filled and max(self._stock_lengths()) > 0
@@ -338,6 +414,7 @@ class PagedLayer:
         """Request r becomes what request `order[r]` was. Full pages are shared, so that little is copied."""
         assert self.store is not None
         self.prefetch()
+        self.thaw()
         self.store.choose(order)
         positions = getattr(self, "indexer_position_ids", None)
         if positions is not None:
@@ -349,6 +426,8 @@ class PagedLayer:
         """Takes back the last `-tokens_to_remove` columns; a positive number is how many to keep (the old meaning)."""
         held = int(self._columns())
         keep = min(held, tokens_to_remove) if tokens_to_remove > 0 else max(held + tokens_to_remove, 0)
+        self.leave_positions(held - keep)
+        self.thaw()
         if self.store is None:
             self._hidden = None if self._hidden is None else self._hidden[:, :keep]
             self._crop_stock(keep - held)
@@ -359,6 +438,13 @@ class PagedLayer:
         self.store.crop(keep, held)
         self._set_columns(keep)
         self._crop_positions(keep - held)
+
+    def leave_positions(self, columns: int | None) -> None:
+        """Notes that so many columns go, or do not come, whose positions Transformers may keep all the same."""
+        if self.surplus_positions is None or columns is None:
+            self.surplus_positions = None
+        else:
+            self.surplus_positions += columns
 
     def _crop_stock(self, change: int) -> None:
         raise NotImplementedError

@@ -25,13 +25,15 @@ from flashqsa.values import QsaSpec
 def spec_on_rank(spec: QsaSpec, ranks: int) -> QsaSpec:
     """The heads that each of so many ranks has of a layer; one KV head serves several ranks where there are more.
 
-    Raises UnsupportedModelError where heads cannot be shared out evenly.
+    Raises UnsupportedModelError where heads cannot be shared out evenly, and for anything but a whole number.
 
     >>> half = spec_on_rank(QsaSpec(q_heads=24, kv_heads=2), 2)
     >>> quarter = spec_on_rank(QsaSpec(q_heads=24, kv_heads=2), 4)
     >>> (half.q_heads, half.kv_heads), (quarter.q_heads, quarter.kv_heads)
     ((12, 1), (6, 1))
     """
+    if not isinstance(ranks, int) or isinstance(ranks, bool):
+        raise UnsupportedModelError(f"ranks: wanted a whole number; got {ranks!r}")
     if ranks < 1 or spec.q_heads % ranks:
         raise UnsupportedModelError(f"ranks: wanted a divisor of {spec.q_heads} query heads; got {ranks}")
     if spec.kv_heads % ranks and ranks % spec.kv_heads:

@@ -14,7 +14,7 @@ from flashqsa.integrations.transformers.switch import qsa_layers
 from flashqsa.integrations.transformers.versions import spec_of_config
 from flashqsa.machine import facts_here
 from flashqsa.route import Call, Decision, choose_route
-from flashqsa.values import QsaSpec
+from flashqsa.values import MAX_TOKENS, QsaSpec
 
 
 @dataclass(frozen=True)
@@ -45,8 +45,11 @@ def route_report(
 
     Each layer is asked about the device that it runs on, with the heads that this process has of it.
     `route` pins one, else FLASHQSA_ROUTE does. Nothing runs. Raises NoRouteError; InputError or KnobError for a pin
-    that no route has.
+    that no route has; ValueError for numbers of rows, requests or positions that no pass has.
     """
+    _check_whole("rows", rows, 1)
+    _check_whole("requests", requests, 1)
+    _check_whole("max_position", max_position, 0, MAX_TOKENS - 1)
     pin = check_pin(route)
     found = []
     for name, layer in qsa_layers(model).items():
@@ -59,6 +62,12 @@ def route_report(
             select, attend = (choose_route(stage, call, facts, pin) for stage in ("select", "attend"))
         found.append(LayerRoute(name, spec, device, select, attend))
     return found
+
+
+def _check_whole(name: str, value: object, least: int, most: int | None = None) -> None:
+    bound = f"of at least {least}" if most is None else f"from {least} to {most}"
+    if not isinstance(value, int) or isinstance(value, bool) or value < least or (most is not None and value > most):
+        raise ValueError(f"{name}: wanted a whole number {bound}; got {value!r}")
 
 
 def _device_of(layer: nn.Module, weight: torch.Tensor) -> torch.device:

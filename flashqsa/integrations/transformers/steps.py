@@ -14,7 +14,8 @@ Which guesses hold is decided on the device, and what went in for the others is 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+import operator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,8 +26,10 @@ from flashqsa import check
 from flashqsa.integrations.transformers.cache import FlashQsaStaticLayer
 from flashqsa.integrations.transformers.errors import CacheMismatchError, UnsupportedModelError
 from flashqsa.integrations.transformers.graph import How, StepGraph
-from flashqsa.integrations.transformers.layer import FlashQsaAttention, cached_positions
+from flashqsa.integrations.transformers.layer import FlashQsaAttention
 from flashqsa.integrations.transformers.masks import NAME
+from flashqsa.integrations.transformers.paged import DROP_CACHE, require_routes
+from flashqsa.integrations.transformers.passes import cached_positions, set_positions
 from flashqsa.integrations.transformers.rollback import LinearStates
 from flashqsa.integrations.transformers.switch import qsa_layers
 from flashqsa.machine import facts_here
@@ -54,27 +57,28 @@ class Steps:
     """Greedy steps of a model over a static cache that a prompt went through.
 
     model    with FlashQSA on (`enable`), in eval mode, on one device
-    cache    a `StaticCache` that holds the prompts
-    last     [batch] the token that each request goes on with; the cache does not hold it yet
+    cache    a `StaticCache` that holds the prompts, and the position of each of its columns
+    last     [batch] integers: the token that each request goes on with; the cache does not hold it yet
     graphs   False calls the model in every step, as on a CPU
 
-    Raises UnsupportedModelError and CacheMismatchError, before anything runs. While a step runs nothing else may use
-    the model or the cache. Between steps the cache is an ordinary one, but for the positions that Transformers keeps:
-    call `finish` before it is used otherwise.
+    Raises UnsupportedModelError and CacheMismatchError, TypeError for a `last` that is no tensor of integers, and
+    ValueError for tokens out of the vocabulary (read where FLASHQSA_CHECK_VALUES allows it), before anything runs.
+    While a step runs nothing else may use the model or the cache. Between steps the cache is an ordinary one, but for
+    the positions that Transformers keeps: call `finish` before it is used otherwise, and make new steps afterwards.
     """
 
     def __init__(self, model: nn.Module, cache: Any, last: Tensor, *, graphs: bool = True) -> None:
         self.model, self.cache = model, cache
-        self.layers = _check(model, cache, last)
+        self._sparse = _check_model(model)
+        self.layers, self.columns, positions = _check_cache(self._sparse, cache)
         store = self.layers[0].store
         assert store is not None
         device = store.device
         self.batch = store.batch
-        self.columns = self._columns_at_start = self.layers[0].host_columns()
-        for layer in self.layers:
-            layer.known_columns = self.columns
-        positions = cached_positions(cache)
-        assert positions is not None
+        self.vocabulary = int(next(iter(self._sparse.values())).config.vocab_size)
+        self._check_last(last)
+        self._columns_at_start = self.columns
+        self._note_columns(self.columns)
         self._history = positions
         self.next_position = (positions[..., -1] + 1).to(device)
         self.ids = torch.zeros((self.batch, MAX_ROWS), dtype=torch.int64, device=device)
@@ -99,50 +103,121 @@ class Steps:
         drafts  guesses of what comes after each request's last token, at most MAX_ROWS - 1; None for none
 
         A request gets one token, and one more for each of its guesses from the first on that is the model's greedy
-        choice. Raises CacheMismatchError where the cache is full, ValueError for drafts of another batch or too long.
+        choice. Raises, before anything runs: CacheMismatchError where the cache is full, or was used otherwise since
+        the last step, or a step failed; UnsupportedModelError where the model is not as it was; NoRouteError; TypeError
+        for drafts that are no integers; ValueError for drafts of another batch, too long, or out of the vocabulary.
         """
+        self._check_still()
         rows = self._fill_in(drafts)
         bound = self._bound(self.columns + rows)
         run = self._runs.get((rows, bound))
+        if run is None or not run.will_replay:
+            self._require_routes(rows, bound)
         if run is None:
             run = StepGraph(lambda: self._pass(rows, bound), self.ids.device, graphs=self.graphs, pool=self._pool)
             self._runs[rows, bound] = run
         if rows > 1 and self._linear is None:
             self._linear = LinearStates(self.model, self.cache, MAX_ROWS)
+        # What stops in the pass leaves the cache torn, and nobody knows how many columns it holds.
+        self._note_columns(None)
         how = run.run()
         read = self.found.tolist()
         self.columns += max(counts[0] for counts in read)
-        for layer in self.layers:
-            layer.known_columns = self.columns
+        self._note_columns(self.columns)
         self.done.append(StepDone(rows, bound, how))
         return [tokens[:counts] for counts, *tokens in read]
 
     def finish(self) -> None:
-        """Writes the positions of the new columns where Transformers keeps them; the steps may go on afterwards."""
+        """Writes the positions of the new columns where Transformers keeps them; the steps may go on afterwards.
+
+        Raises CacheMismatchError where the cache was used otherwise since the last step, or a step failed.
+        """
+        self._check_columns()
         store = self.layers[0].store
         assert store is not None
         new = store.visible[:, self._columns_at_start : self.columns]
         first = (self._history[..., -1:] + 1).to(new.device)
         positions = first + (new.cumsum(1) - 1).clamp(min=0)
-        _set_positions(self.cache, torch.cat((self._history.to(new.device), positions), dim=-1))
+        set_positions(self.cache, torch.cat((self._history.to(new.device), positions), dim=-1))
+
+    def _note_columns(self, columns: int | None) -> None:
+        """Tells the cache layers what they hold, or that a step has begun which may not end."""
+        for layer in self.layers:
+            layer.known_columns, layer.spoilt = columns, columns is None
+
+    def _check_last(self, last: Any) -> None:
+        if not isinstance(last, Tensor) or last.is_floating_point() or last.is_complex() or last.dtype == torch.bool:
+            got = f"one of {last.dtype}" if isinstance(last, Tensor) else type(last).__name__
+            raise TypeError(f"last: wanted a tensor of integers; got {got}")
+        if last.shape != (self.batch,):
+            raise CacheMismatchError(
+                f"last: wanted a token for each of the cache's {self.batch} requests; got {list(last.shape)}"
+            )
+        if check.wants_value_checks(None, last.device):
+            for request, token in enumerate(last.tolist()):
+                self._check_token(f"last[{request}]", token)
+
+    def _check_token(self, name: str, token: int) -> None:
+        if not 0 <= token < self.vocabulary:
+            raise ValueError(f"{name}: wanted a token from 0 to {self.vocabulary - 1}; got {token}")
+
+    def _check_still(self) -> None:
+        """What may have changed since the last step, told by what the host has."""
+        _check_layers(self._sparse)
+        self._check_columns()
+
+    def _check_columns(self) -> None:
+        for layer in self.layers:
+            layer.check_unspoilt()
+            found = layer.known_columns if layer.store is not None and layer.store.batch == self.batch else None
+            if found != self.columns:
+                got = "a cache that was used otherwise" if found is None else f"{found} columns"
+                raise CacheMismatchError(
+                    f"cache: wanted the {self.columns} columns of the last step; got {got} (make new steps)"
+                )
+
+    def _require_routes(self, rows: int, bound: int) -> None:
+        for module, layer in zip(self._sparse.values(), self.layers, strict=True):
+            store = layer.store
+            assert store is not None
+            heads = store.kv.shape[3]
+            spec = module.spec_of_heads(heads * module.qsa_spec.heads_per_kv_head, heads)
+            last = layer.last_position(bound)
+            require_routes(spec, self.batch * rows, self.batch, last, store.dtype, store.kv.dtype, store.device)
 
     def _fill_in(self, drafts: Sequence[Sequence[int]] | None) -> int:
         """Brings the guesses to the device and says with how many rows the step runs."""
         if self.room < 1:
             raise CacheMismatchError(f"cache: wanted room for a token; got max_cache_len {self.columns}, all in use")
-        longest = max(map(len, drafts), default=0) if drafts else 0
-        if drafts is not None and (len(drafts) != self.batch or longest > MAX_ROWS - 1):
-            wanted = f"{self.batch} lists of at most {MAX_ROWS - 1} tokens"
-            raise ValueError(f"drafts: wanted {wanted}; got {len(drafts)} of up to {longest}")
+        guesses = self._checked(drafts)
+        longest = max(map(len, guesses), default=0)
         rows = next(count for count in ROW_COUNTS if count > longest)
         rows = max(count for count in ROW_COUNTS if count <= min(rows, self.room))
-        if rows > 1 and drafts:
-            for request, guessed in enumerate(drafts):
-                kept = list(guessed[: rows - 1])
+        if rows > 1:
+            for request, guessed in enumerate(guesses):
+                kept = guessed[: rows - 1]
                 self._drafts[request, : len(kept)] = torch.tensor(kept, dtype=torch.int64)
             # The read at a step's end has waited for the copy before this one.
             self.ids[:, 1:rows].copy_(self._drafts[:, : rows - 1], non_blocking=True)
         return rows
+
+    def _checked(self, drafts: Any) -> list[list[int]]:
+        """The guesses as lists of whole numbers, none where none were given."""
+        if drafts is None:
+            return []
+        lists = list(_items("drafts", drafts))
+        found = []
+        for request, guessed in enumerate(lists):
+            name = f"drafts[{request}]"
+            found.append([_whole(f"{name}[{place}]", token) for place, token in enumerate(_items(name, guessed))])
+        longest = max(map(len, found), default=0)
+        if len(found) != self.batch or longest > MAX_ROWS - 1:
+            wanted = f"{self.batch} lists of at most {MAX_ROWS - 1} tokens"
+            raise ValueError(f"drafts: wanted {wanted}; got {len(found)} of up to {longest}")
+        for request, guess in enumerate(found):
+            for place, token in enumerate(guess):
+                self._check_token(f"drafts[{request}][{place}]", token)
+        return found
 
     def _bound(self, tokens: int) -> int:
         bound = LEAST_BOUND_TOKENS
@@ -180,7 +255,7 @@ class Steps:
     @contextlib.contextmanager
     def _stepping(self, bound: int) -> Iterator[None]:
         """The cache layers count on the device, and Transformers keeps no positions, inside the `with` block."""
-        before = _set_positions(self.cache, None)
+        before = set_positions(self.cache, None)
         try:
             for layer in self.layers:
                 layer.step_tokens = bound
@@ -188,59 +263,70 @@ class Steps:
         finally:
             for layer in self.layers:
                 layer.step_tokens = None
-            _set_positions(self.cache, before)
+            set_positions(self.cache, before)
 
 
-def _check(model: nn.Module, cache: Any, last: Tensor) -> list[FlashQsaStaticLayer]:
-    """The cache layers of the sparse layers, or what is wrong with the model or the cache."""
-    layers = qsa_layers(model)
+def _items(name: str, value: Any) -> Iterable[Any]:
+    if isinstance(value, (str, bytes)) or not isinstance(value, Iterable):
+        raise TypeError(f"{name}: wanted a sequence of tokens; got {type(value).__name__}")
+    return value
+
+
+def _whole(name: str, token: Any) -> int:
+    try:
+        return operator.index(token)
+    except TypeError as error:
+        raise TypeError(f"{name}: wanted a whole number; got {token!r}") from error
+
+
+def _check_layers(layers: Mapping[str, Any]) -> None:
+    """UnsupportedModelError where a sparse layer would not run through FlashQSA."""
     for name, layer in layers.items():
         if not isinstance(layer, FlashQsaAttention):
             raise UnsupportedModelError(f"model.{name}: wanted FlashQSA's layer (call `enable`); got the stock one")
         if layer.config._attn_implementation != NAME or layer.training:
             got = "train mode" if layer.training else f"attn_implementation {layer.config._attn_implementation!r}"
             raise UnsupportedModelError(f"model.{name}: wanted eval mode and attn_implementation {NAME!r}; got {got}")
+
+
+def _check_model(model: nn.Module) -> dict[str, Any]:
+    """The model's sparse layers by name, or what is wrong with the model."""
+    layers = qsa_layers(model) if isinstance(model, nn.Module) else {}
+    _check_layers(layers)
     if not layers:
         raise UnsupportedModelError(f"model: wanted one with Qwen4-Exp sparse layers; got {type(model).__name__}")
     devices = sorted({str(weight.device) for weight in model.parameters()})
     if len(devices) > 1:
         raise UnsupportedModelError(f"model: wanted all weights on one device; got {', '.join(devices)}")
+    return layers
+
+
+def _check_cache(layers: Mapping[str, Any], cache: Any) -> tuple[list[FlashQsaStaticLayer], int, Tensor]:
+    """The cache layers of the sparse layers, their columns and the positions of these, or what is wrong."""
+    held_by = getattr(cache, "layers", ())
     found: list[FlashQsaStaticLayer] = []
     for layer in layers.values():
-        held = cache.layers[layer.layer_idx] if layer.layer_idx < len(cache.layers) else None
+        held = held_by[layer.layer_idx] if layer.layer_idx < len(held_by) else None
         if not isinstance(held, FlashQsaStaticLayer) or held.store is None:
             raise CacheMismatchError(f"cache: wanted a StaticCache that FlashQSA filled; got {type(held).__name__}")
+        held.check_unspoilt()
         found.append(held)
-    batch = found[0].store.batch if found[0].store is not None else 0
-    if last.shape != (batch,):
-        raise CacheMismatchError(
-            f"last: wanted a token for each of the cache's {batch} requests; got {list(last.shape)}"
-        )
-    if cached_positions(cache) is None:
+    positions = cached_positions(cache)
+    if positions is None:
         raise CacheMismatchError(
             "cache: wanted the positions of its columns, which a forward pass leaves there; got none"
         )
     if getattr(cache, "offloading", False):
         raise CacheMismatchError("cache: wanted one that stays on its device; got an offloading one")
-    return found
-
-
-def _set_positions(cache: Any, positions: Tensor | None) -> Tensor | None:
-    """Replaces the positions that Transformers keeps of a cache's columns; returns what they were.
-
-    Until 5.22 they are an attribute of the cache, which must be absent to be begun anew; then one of an indexed layer.
-    """
-    before = cached_positions(cache)
-    holder = next((layer for layer in cache.layers if getattr(layer, "indexer_position_ids", None) is not None), None)
-    if holder is None and not hasattr(cache, "position_ids"):
-        holder = next((layer for layer in cache.layers if hasattr(layer, "indexer_position_ids")), None)
-    if holder is not None:
-        holder.indexer_position_ids = positions
-    elif positions is not None:
-        cache.position_ids = positions
-    elif hasattr(cache, "position_ids"):
-        del cache.position_ids
-    return before
+    counts = [held.host_columns() for held in found]
+    if len(set(counts)) > 1:
+        raise CacheMismatchError(f"cache: wanted layers that hold the same columns; got {counts}: {DROP_CACHE}")
+    if positions.shape[-1] != counts[0]:
+        raise CacheMismatchError(
+            f"cache: wanted positions of its {counts[0]} columns; got {positions.shape[-1]} (`finish` writes those of "
+            "steps; who crops or resets a cache by hand does the same to its positions)"
+        )
+    return found, counts[0], positions
 
 
 @contextlib.contextmanager

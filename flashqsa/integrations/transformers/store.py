@@ -128,7 +128,7 @@ class PagedStore:
         self.book = PageBook(batch, each, batch * each)
         shape = (batch * each, 2, self.page_tokens, *first.keys.shape[2:])
         self.kv = torch.empty(shape, dtype=kv_dtype or self.dtype, device=device)
-        self.kv_scale = torch.ones(shape[3], device=device) if self.kv.dtype == FP8 else None
+        self.kv_scale = torch.ones(shape[3], dtype=torch.float32, device=device) if self.kv.dtype == FP8 else None
         self.index_keys = first.raw_keys.new_empty((batch * each, page_blocks, first.raw_keys.shape[2]))
         self.raw_keys = first.raw_keys.new_empty((batch, capacity, first.raw_keys.shape[2]))
         self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2] // 2))
@@ -198,8 +198,9 @@ class PagedStore:
 
     def thaw(self) -> None:
         """Copies tensors that were made in inference mode, which cannot be written outside it."""
-        if self.kv.is_inference() and not torch.is_inference_mode_enabled():
-            self.change(torch.clone)
+        if not torch.is_inference_mode_enabled():
+            # One by one: some may have been made anew in inference mode, and the others before.
+            self.change(lambda stored: stored.clone() if stored.is_inference() else stored)
 
     def append(
         self,

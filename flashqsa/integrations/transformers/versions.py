@@ -70,7 +70,13 @@ def require_transformers() -> tuple[int, int]:
 
 
 def text_config(config: Any) -> dict[str, Any]:
-    """The text model's fields of a config object, or of the dict of a `config.json`."""
+    """The text model's fields of a config object, or of the dict of a `config.json`.
+
+    Raises UnsupportedModelError for anything else.
+    """
+    if not isinstance(config, Mapping) and not callable(getattr(config, "to_dict", None)):
+        wanted = "a config object, or the dict of a config.json"
+        raise UnsupportedModelError(f"config: wanted {wanted}; got {type(config).__name__}")
     fields = dict(config) if isinstance(config, Mapping) else dict(config.to_dict())
     inner = fields.get("text_config")
     return dict(inner) if isinstance(inner, Mapping) else fields
