@@ -45,6 +45,7 @@ print(json.dumps([early, found, sum("Replacing" in type(f).__name__ for f in sys
 
 def stand_in(folder: Path, version: str, distribution: str = "vllm", **changed: str) -> Path:
     """A package that is laid out as vLLM, whose classes take its arguments; `changed` gives some others."""
+    folder.mkdir(exist_ok=True)
     package = folder
     for part in MODELS.split("."):
         package = package / part
@@ -106,6 +107,18 @@ def test_classes_are_replaced_when_vllm_imports_them(tmp_path: Path, distributio
     assert finders == 1
     assert [rest for _, _, *rest in found.values()] == [["stock", True]] * len(REPLACED)
     assert done.stderr == ""
+
+
+def test_replacing_is_said_in_vllms_log(tmp_path: Path) -> None:
+    """vLLM's logger has a handler and a level of its own by the time that its models are imported."""
+    logs = "import logging; logging.getLogger('vllm').addHandler(logging.StreamHandler())"
+    said = [
+        run(stand_in(folder, "0.32.0"), before=f"{logs}; logging.getLogger('vllm').setLevel({level})").stderr
+        for folder, level in ((tmp_path / "info", 20), (tmp_path / "warning", 30))
+    ]
+    lines = [f"FlashQSA serves {', '.join(classes)} of {name}" for name, classes in REPLACED.items()]
+    assert said[0].splitlines() == lines
+    assert said[1] == ""
 
 
 def test_registering_again_changes_nothing(tmp_path: Path) -> None:

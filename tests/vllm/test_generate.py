@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.vllm.engine import Answer, Output, generate, prompt_of
-from tests.vllm.models import BUDGET, log_probabilities, with_scales
+from tests.vllm.models import BUDGET, log_probabilities, with_scales, write_model
 
 pytestmark = pytest.mark.vllm
 
@@ -56,6 +56,24 @@ def test_log_probabilities_are_close_to_transformers(model: Path, dtype: str, mo
         assert is_greedy(model, getattr(torch, dtype), output)
 
 
+@pytest.mark.parametrize("width", [128, 32], ids=["kernel", "plain"])
+def test_bf16_steps_of_one_row_and_heads_that_vllm_has_no_kernel_for(tmp_path: Path, width: int) -> None:
+    heads = {"linear_key_head_dim": width, "linear_value_head_dim": width}
+    folder = write_model(tmp_path, initializer_range=0.03, **heads)
+    # Alone, so that a step has the one row of a prompt, or the last of one that is chunked, and no other.
+    rounds = [[prompt_of(length, seed=length)] for length in (1, CHUNKS + 1)]
+    answer = generate(
+        folder,
+        [*rounds, PROMPTS],
+        dtype="bfloat16",
+        max_num_batched_tokens=CHUNKS,
+        variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+    )
+    for output in [output for outputs in answer.rounds for output in outputs]:
+        assert float(differences(folder, torch.bfloat16, output).mean()) < 3e-3
+        assert is_greedy(folder, torch.bfloat16, output)
+
+
 def test_the_comparison_sees_one_token_that_is_another(loud_model: Path) -> None:
     output = run(loud_model, "float32", WHOLE).rounds[0][3]
     moved = Output([(output.prompt[0] + 1) % 256, *output.prompt[1:]], output.tokens, output.log_probabilities, 0)
@@ -69,6 +87,8 @@ def test_the_log_names_each_route_once_and_why_others_were_refused(model: Path) 
     assert {"select takes cpu:plain", "attend takes cpu:grouped"} <= {" ".join(line.split()[:3]) for line in routes}
     assert len({" ".join(line.split()[:3]) for line in routes}) == len(routes)
     assert any(line.startswith("attend refuses cpu:dense on cpu") for line in said)
+    classes = "Qwen4ExpQSAAttention, GatedResidual, QwenGatedDeltaNetAttention"
+    assert said.count(f"FlashQSA serves {classes} of vllm.models.qwen4_exp.nvidia.model") == 1
 
 
 def with_fp8(folder: Path) -> list[Output]:

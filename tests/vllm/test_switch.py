@@ -33,6 +33,29 @@ def test_a_setting_that_is_not_served_is_named_before_weights_are_loaded(model: 
     )
 
 
+@pytest.mark.parametrize(
+    ("knob", "message"),
+    [("FLASHQSA_CHECK_VALUES", "wanted one of auto, on, off; got 'yes'"), ("FLASHQSA_ROUTE", "wanted one of cpu, ")],
+)
+def test_a_knob_that_holds_something_else_is_named_before_weights_are_loaded(
+    monkeypatch: pytest.MonkeyPatch, knob: str, message: str
+) -> None:
+    from flashqsa.integrations.vllm.engine import check_settings
+    from flashqsa.knobs import KnobError
+
+    monkeypatch.setenv(knob, "yes")
+    with pytest.raises(KnobError, match=f"{knob}: {message}"):
+        check_settings(settings(), SimpleNamespace(), None, "auto")
+
+
+def test_a_length_past_the_rotary_table_is_refused(tmp_path: Path) -> None:
+    folder = write_model(tmp_path, max_position_embeddings=300)
+    allowed = {**ALONE, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}
+    code, log = started(folder, [[prompt_of(20)]], allowed, dtype="float16", max_model_len=301)
+    assert code != 0
+    assert "UnsupportedSettingError: max_model_len: wanted at most the 300 positions" in log
+
+
 def test_ngram_embeddings_are_refused_on_a_cpu_before_their_layer_is_built(tmp_path: Path) -> None:
     folder = write_model(tmp_path, ple_layer_ids=[2], ngram_vocab_size_base=1000, split_ngram_parts=4)
     code, log = started(folder, [[prompt_of(20)]], ALONE, dtype="bfloat16")
@@ -40,12 +63,15 @@ def test_ngram_embeddings_are_refused_on_a_cpu_before_their_layer_is_built(tmp_p
     assert "UnsupportedSettingError: ple_layer_ids: wanted none on a CPU" in log
 
 
-def settings(dtype: torch.dtype = torch.float16, drafts: str | None = None, **parallel: int) -> SimpleNamespace:
+def settings(
+    dtype: torch.dtype = torch.float16, drafts: str | None = None, lora: object = None, **parallel: int
+) -> SimpleNamespace:
     """As much of vLLM's settings as is looked at."""
     sizes = ("prefill_context_parallel_size", "decode_context_parallel_size", "pipeline_parallel_size")
     return SimpleNamespace(
         parallel_config=SimpleNamespace(**{**dict.fromkeys(sizes, 1), **parallel}),
         model_config=SimpleNamespace(dtype=dtype),
+        lora_config=lora,
         speculative_config=None if drafts is None else SimpleNamespace(method=drafts),
     )
 
@@ -67,6 +93,7 @@ def settings(dtype: torch.dtype = torch.float16, drafts: str | None = None, **pa
         (settings(), {"is_causal": False}, None, "auto", "is_causal: wanted a causal decoder"),
         (settings(), {"ple_layer_ids": [3]}, None, "auto", "ple_layer_ids: wanted none on a CPU"),
         (settings(pipeline_parallel_size=2), {}, None, "auto", "pipeline_parallel_size: wanted 1 on a CPU"),
+        (settings(lora=SimpleNamespace()), {}, None, "auto", "enable_lora: wanted False on a CPU"),
         (settings(drafts="ngram"), {}, None, "auto", "speculative_config: wanted none on a CPU"),
     ],
 )
@@ -85,6 +112,31 @@ def test_a_device_without_kernels_is_refused_with_every_reason() -> None:
     from flashqsa.integrations.vllm.engine import check_device
     from flashqsa.integrations.vllm.errors import UnsupportedSettingError
 
-    check_device(torch.device("cpu"), QsaSpec(), torch.float16, (False, True))
+    check_device(torch.device("cpu"), QsaSpec(), torch.float16, (False, True), 512, 8192)
     with pytest.raises(UnsupportedSettingError, match="device: wanted one that FlashQSA has kernels for"):
-        check_device(torch.device("cuda", 7), QsaSpec(), torch.float16, (False, False))
+        check_device(torch.device("cuda", 7), QsaSpec(), torch.float16, (False, False), 512, 8192)
+
+
+@pytest.mark.parametrize(
+    ("pin", "most_tokens", "refusal"),
+    [
+        ("xqa", 8192, None),
+        ("reference", 8192, None),
+        ("dense", 2048, None),
+        ("dense", 8192, "attend: no route serves 1 rows on .*cpu:dense: rows see up to 1024 blocks and select 512"),
+        ("grouped", 8192, "attend: no route serves 1 rows on .*cpu:grouped: 1 rows of 1 requests"),
+    ],
+)
+def test_a_pin_that_cannot_serve_every_step_is_refused(
+    monkeypatch: pytest.MonkeyPatch, pin: str, most_tokens: int, refusal: str | None
+) -> None:
+    from flashqsa import NoRouteError, QsaSpec
+    from flashqsa.integrations.vllm.engine import check_device
+
+    monkeypatch.setenv("FLASHQSA_ROUTE", pin)
+    asked = (torch.device("cpu"), QsaSpec(), torch.float16, (False, False), 512, most_tokens)
+    if refusal is None:
+        check_device(*asked)
+    else:
+        with pytest.raises(NoRouteError, match=refusal):
+            check_device(*asked)

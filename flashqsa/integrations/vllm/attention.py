@@ -28,7 +28,7 @@ from vllm.v1.attention.backend import AttentionType
 
 from flashqsa import pipeline
 from flashqsa.integrations.vllm.backend import FlashQsaBackend, FlashQsaImpl, FlashQsaMetadata
-from flashqsa.integrations.vllm.engine import FP8_NAMES, check_device, check_settings, log_with_vllm
+from flashqsa.integrations.vllm.engine import FP8_NAMES, check_device, check_settings
 from flashqsa.integrations.vllm.errors import UnsupportedSettingError
 from flashqsa.integrations.vllm.functions import expand_qsa_block_indices, qsa_sparse_paged_attention
 from flashqsa.integrations.vllm.indexer import FlashQsaIndexer, spec_of
@@ -38,7 +38,7 @@ from flashqsa.values import FP8, KvCache
 class FlashQsaAttention(Qwen4ExpQSAAttention):
     """`Qwen4ExpQSAAttention` in FP16, BF16 or FP32, on every device that FlashQSA has kernels for.
 
-    The arguments are vLLM's. Raises UnsupportedSettingError and NoRouteError before a weight is loaded.
+    The arguments are vLLM's. Raises UnsupportedSettingError, KnobError and NoRouteError before a weight is loaded.
     """
 
     supports_dcp = False
@@ -57,7 +57,6 @@ class FlashQsaAttention(Qwen4ExpQSAAttention):
         model_config, cache_config = vllm_config.model_config, vllm_config.cache_config
         self.kv_cache_dtype = qsa_kv_cache_dtype(cache_config, prefix)
         check_settings(vllm_config, config, quant_config, self.kv_cache_dtype)
-        log_with_vllm()
 
         self.config, self.layer_id, self.hidden_size = config, int(layer_id), int(config.hidden_size)
         self.total_num_heads, self.total_num_kv_heads = config.num_attention_heads, config.num_key_value_heads
@@ -99,6 +98,10 @@ class FlashQsaAttention(Qwen4ExpQSAAttention):
         )
         if not getattr(self.rotary_emb, "is_neox_style", False):
             raise UnsupportedSettingError("rope_parameters", "halves that rotate together", self.rotary_emb)
+        if (positions := self.rotary_emb.cos_sin_cache.shape[0]) < model_config.max_model_len:
+            # vLLM allows it where VLLM_ALLOW_LONG_MAX_MODEL_LEN is set; kernels would read past the table.
+            wanted = f"at most the {positions} positions that the model's rotary table has"
+            raise UnsupportedSettingError("max_model_len", wanted, model_config.max_model_len)
         self.q_norm = GemmaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.k_norm = GemmaRMSNorm(self.head_dim, eps=config.rms_norm_eps)
         self.indexer = FlashQsaIndexer(
@@ -122,7 +125,9 @@ class FlashQsaAttention(Qwen4ExpQSAAttention):
         self.kv_cache = torch.tensor([])
         set_default_quant_scales(self, register_buffer=True)
         fp8 = self.kv_cache_dtype in FP8_NAMES, self.indexer.index_dtype == FP8
-        check_device(vllm_config.device_config.device, self.spec, model_config.dtype, fp8)
+        most_rows = vllm_config.scheduler_config.max_num_batched_tokens
+        device = vllm_config.device_config.device
+        check_device(device, self.spec, model_config.dtype, fp8, most_rows, model_config.max_model_len)
         self.attn_backend = FlashQsaBackend
         self.impl = FlashQsaImpl(
             self.num_heads, self.head_dim, self.spec.softmax_scale, self.num_kv_heads, self.kv_cache_dtype
@@ -130,7 +135,6 @@ class FlashQsaAttention(Qwen4ExpQSAAttention):
         # Steps of a draft model after its first use that step's selection again, which vLLM moves between rows.
         drafts, packed = vllm_config.speculative_config, None
         if drafts is not None and drafts.method == "mtp" and drafts.draft_model_config is model_config:
-            most_rows = vllm_config.scheduler_config.max_num_batched_tokens
             packed = torch.zeros(most_rows, self.spec.budget + self.spec.block_tokens, dtype=torch.int32)
         self.register_buffer("topk_indices_buffer", packed, persistent=False)
 

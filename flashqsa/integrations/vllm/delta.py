@@ -1,4 +1,4 @@
-"""vLLM's gated delta-net for Qwen4-Exp on CPUs in FP16 and FP32, where vLLM's own takes BF16 only.
+"""vLLM's gated delta-net for Qwen4-Exp on CPUs, in the dtypes and with the heads that vLLM's own does not take.
 
 Import `vllm.models.qwen4_exp.nvidia.model` before this module: vLLM's modules there import one another.
 """
@@ -14,13 +14,17 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.platforms import current_platform
+from vllm.utils.torch_utils import _encode_layer_name
 
 from flashqsa.integrations.vllm import plain
 from flashqsa.integrations.vllm.engine import check_cpu_settings
 
+KERNEL_HEADS = (64, 128)
+"""Widths of heads, as wide for keys as for values, that vLLM 0.32.0's kernel for CPUs takes. It takes BF16 only."""
+
 
 class FlashGatedDeltaNet(QwenGatedDeltaNetAttention):
-    """`QwenGatedDeltaNetAttention`, in plain torch on a CPU in another dtype than BF16, and vLLM's own elsewhere.
+    """`QwenGatedDeltaNetAttention`; in plain torch on a CPU for dtypes and heads that vLLM's kernel does not take.
 
     The arguments are vLLM's. Raises UnsupportedSettingError for what vLLM cannot do on a CPU, drafts among them.
     """
@@ -37,29 +41,48 @@ class FlashGatedDeltaNet(QwenGatedDeltaNetAttention):
             # The attention layers ask too, but a layer with n-gram embeddings may come before the first of them.
             check_cpu_settings(vllm_config, config)
         super().__init__(config, vllm_config, prefix, gqa_interleaved_layout, reduce_results)
-        if current_platform.is_cpu() and vllm_config.model_config.dtype != torch.bfloat16:
+        served = self.head_k_dim == self.head_v_dim and self.head_k_dim in KERNEL_HEADS
+        if current_platform.is_cpu() and not (served and vllm_config.model_config.dtype == torch.bfloat16):
             self._forward_method = self.forward_plain
+
+    def forward_cpu(self, hidden_states: Tensor) -> Tensor:
+        """[rows, hidden_size] by vLLM's kernel, of a step of one row too."""
+        found: Tensor
+        if hidden_states.shape[0] == 1:
+            mixed, z, b, a, output = self._project(hidden_states)
+            # vLLM's convolution looks at the stride between rows, which a single row has from the wider one it is of.
+            mixed = mixed.clone(memory_format=torch.contiguous_format)
+            torch.ops.vllm.cpu_gdn_attention_core(mixed, b, a, output, _encode_layer_name(self.prefix))
+            found = self._output_projection(output, z)
+        else:
+            found = super().forward_cpu(hidden_states)
+        return found
 
     def forward_plain(self, hidden_states: Tensor) -> Tensor:
         """[rows, hidden_size], this rank's part of it where results are reduced elsewhere."""
+        mixed, z, b, a, output = self._project(hidden_states)
+        metadata = get_forward_context().attn_metadata
+        if isinstance(metadata, dict):
+            self._mix(mixed, a, b, metadata[self.prefix], output)
+        found: Tensor = self._output_projection(output, z)
+        return found
+
+    def _project(self, hidden_states: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+        """Query, key and value in one [rows, width]; z [rows, heads, value_dim]; b and a [rows, heads]; zeros as z."""
         qkvz, _ = self.in_proj_qkvz(hidden_states)
         ba, _ = self.in_proj_ba(hidden_states)
         z_width = self.value_dim // self.tp_size
         mixed, z = qkvz.split([qkvz.shape[1] - z_width, z_width], dim=-1)
         b, a = ba.chunk(2, dim=-1)
-        heads = self.num_v_heads // self.tp_size
-        output = hidden_states.new_zeros(hidden_states.shape[0], heads, self.head_v_dim)
-        metadata = get_forward_context().attn_metadata
-        if isinstance(metadata, dict):
-            self._mix(mixed, a, b, metadata[self.prefix], output)
-        found: Tensor = self._output_projection(output, z.reshape(z.shape[0], -1, self.head_v_dim))
-        return found
+        z = z.reshape(z.shape[0], -1, self.head_v_dim)
+        return mixed, z, b, a, torch.zeros_like(z)
 
     def _mix(self, mixed: Tensor, a: Tensor, b: Tensor, step: Any, output: Tensor) -> None:
         """Writes output [rows, heads, value_dim] of a step's rows, of which those that decode stand first."""
         pool, states = self.kv_cache
         tails = pool if is_conv_state_dim_first() else pool.transpose(-1, -2)
-        weight = self.conv1d.weight.flatten(1)
+        # vLLM packs the weight for its own kernel in BF16, and keeps it as it was beside that.
+        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight).flatten(1)
         decay, strength = plain.delta_gates(a, b, self.A_log, self.dt_bias)
         starts = step.non_spec_query_start_loc.tolist()
         slots = step.non_spec_state_indices_tensor.tolist()

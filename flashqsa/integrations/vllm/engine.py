@@ -1,14 +1,15 @@
-"""What of vLLM's settings this plugin serves, asked before a weight is loaded, and where its log lines go."""
+"""What of vLLM's settings, and of FlashQSA's own, this plugin serves, asked before a weight is loaded."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
 from vllm.platforms import current_platform
 from vllm.triton_utils import HAS_TRITON
 
+from flashqsa import knobs
+from flashqsa.check import check_pin
 from flashqsa.integrations.vllm.errors import UnsupportedSettingError
 from flashqsa.route import Call, choose_route
 from flashqsa.support import device_supported
@@ -33,7 +34,12 @@ def check_settings(vllm_config: Any, config: Any, quant_config: Any, kv_cache_dt
 
     vllm_config, config, quant_config  vLLM's, the text model's, and the weights'
     kv_cache_dtype                     vLLM's name of this layer's
+
+    Raises KnobError for a variable of FlashQSA's that would else be refused in a step, while requests wait.
     """
+    for knob in knobs.KNOBS:
+        knob.read()
+    check_pin(None)
     parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
     if dtype not in DTYPES:
         raise UnsupportedSettingError("dtype", "float16, bfloat16 or float32", dtype)
@@ -62,47 +68,43 @@ def check_cpu_settings(vllm_config: Any, config: Any) -> None:
     if (ranks := vllm_config.parallel_config.pipeline_parallel_size) > 1:
         wanted = "1 on a CPU, where vLLM gives later ranks of a model that is not compiled no input"
         raise UnsupportedSettingError("pipeline_parallel_size", wanted, ranks)
+    if vllm_config.lora_config is not None:
+        raise UnsupportedSettingError(
+            "enable_lora", "False on a CPU, where vLLM's linear layers take no adapters", True
+        )
     if (drafts := vllm_config.speculative_config) is not None:
         wanted = "none on a CPU, where vLLM's runner takes no drafts for this model"
         raise UnsupportedSettingError("speculative_config", wanted, drafts.method)
 
 
-def check_device(device: torch.device, spec: QsaSpec, dtype: torch.dtype, fp8: tuple[bool, bool]) -> None:
+def check_device(
+    device: torch.device, spec: QsaSpec, dtype: torch.dtype, fp8: tuple[bool, bool], most_rows: int, most_tokens: int
+) -> None:
     """Raises where no kernel of FlashQSA serves a device, or none of its kernels this model: with every reason.
 
-    fp8  whether the KV cache and the index cache hold E4M3 numbers
+    fp8          whether the KV cache and the index cache hold E4M3 numbers
+    most_rows    of a step
+    most_tokens  of a request
 
-    Raises UnsupportedSettingError for the device, NoRouteError for the model on it.
+    Raises UnsupportedSettingError for the device, NoRouteError for the model on it: also where FLASHQSA_ROUTE pins a
+    route that serves prefill alone, or decode alone.
     """
     support = device_supported(device)
     if support.reason is not None or support.facts is None:
         raise UnsupportedSettingError("device", "one that FlashQSA has kernels for", f"{device}: {support.reason}")
-    index_q = torch.float16 if fp8[1] else dtype
-    call = Call(
-        spec,
-        1,
-        1,
-        # Past the budget, so that a step scores, selects and attends to a selection.
-        2 * spec.budget,
-        dtype,
-        FP8 if fp8[0] else dtype,
-        index_q,
-        FP8 if fp8[1] else dtype,
-        selection_given=True,
-    )
-    for stage in ("select", "attend"):
-        choose_route(stage, call, support.facts)
-
-
-def log_with_vllm() -> None:
-    """Lets FlashQSA's log lines, each route's first use among them, go where vLLM's go and at vLLM's level.
-
-    Nothing is changed where the logger `flashqsa` has a handler or a level of its own.
-    """
-    ours, vllms = logging.getLogger("flashqsa"), logging.getLogger("vllm")
-    if ours.handlers or ours.level != logging.NOTSET or not vllms.handlers:
-        return
-    for handler in vllms.handlers:
-        ours.addHandler(handler)
-    ours.setLevel(vllms.level)
-    ours.propagate = False
+    # Past the budget where requests get there, so that a step scores, selects and attends to a selection.
+    position = min(2 * spec.budget, most_tokens - 1)
+    for rows in (1, most_rows):
+        call = Call(
+            spec,
+            rows,
+            1,
+            position,
+            dtype,
+            FP8 if fp8[0] else dtype,
+            torch.float16 if fp8[1] else dtype,
+            FP8 if fp8[1] else dtype,
+            selection_given=not spec.selects_everything(position),
+        )
+        for stage in ("select", "attend"):
+            choose_route(stage, call, support.facts, check_pin(None))

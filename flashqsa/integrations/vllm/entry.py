@@ -106,7 +106,22 @@ def replace_classes(module: ModuleType) -> None:
             raise UnsupportedVllmError(f"{module.__name__}.{name}: wanted the arguments of vLLM {SUPPORTED}; got {got}")
     for name, kind in ours.items():
         setattr(module, name, kind)
+    log_with_vllm()
     logger.info("FlashQSA serves %s of %s", ", ".join(ours), module.__name__)
+
+
+def log_with_vllm() -> None:
+    """Lets FlashQSA's log lines, each route's first use among them, go where vLLM's go and at vLLM's level.
+
+    Nothing is changed where the logger `flashqsa` has a handler or a level of its own.
+    """
+    vllms = logging.getLogger("vllm")
+    if logger.handlers or logger.level != logging.NOTSET or not vllms.handlers:
+        return
+    for handler in vllms.handlers:
+        logger.addHandler(handler)
+    logger.setLevel(vllms.level)
+    logger.propagate = False
 
 
 def class_of(path: str) -> type[Any]:
