@@ -202,6 +202,13 @@ def test_a_forked_cache_is_reset_to_pages_of_each_request(fast: Any) -> None:
             assert len(set(store.book.rows.ravel().tolist())) == store.book.rows.size
 
 
+@pytest.mark.parametrize("columns", [0, -3, 2.5, True, None, "9"], ids=str)
+def test_what_is_no_number_of_columns_is_not_reserved(columns: Any) -> None:
+    cache = new_cache(tiny_model(2), "dynamic")
+    with pytest.raises(ValueError, match=r"columns: wanted a whole number from 1 on; got"):
+        reserve(cache, columns)
+
+
 def test_reserved_room_is_filled_without_a_copy(fast: Any) -> None:
     cache, ids = DynamicCache(config=fast.config), tokens(2, 400).to(fast.device)
     reserve(cache, 400)

@@ -235,7 +235,11 @@ def reserve(cache: Any, columns: int) -> None:
 
     cache    a `DynamicCache` that was made while FlashQSA was on, empty or in use; static layers stay as they are
     columns  of each request: tokens, and padding
+
+    Raises ValueError for what is no number of columns.
     """
+    if not isinstance(columns, int) or isinstance(columns, bool) or columns < 1:
+        raise ValueError(f"columns: wanted a whole number from 1 on; got {columns!r}")
     for layer in cache.layers:
         if isinstance(layer, FlashQsaLayer):
             layer.reserve(columns)
