@@ -29,18 +29,25 @@ lint: $(READY)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# A candidate is tried, not looked up: a version manager's shim can be on PATH and run nothing.
-$(READY): pyproject.toml constraints.txt
+# $(call environment,FOLDER,PACKAGES): a virtual environment with packages in it. A candidate for its Python is tried, not
+# looked up: a version manager's shim can be on PATH and run nothing.
+define environment
 	@for python in $(or $(PYTHON),python3.11 python3); do \
 	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
 	done; \
 	if [ -z "$$found" ]; then \
 	    echo "no Python 3.10 or newer among: $(or $(PYTHON),python3.11 python3)" >&2; exit 1; \
 	fi; \
-	echo "making $(VENV) with $$found"; \
-	$$found -m venv $(VENV)
-	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	    $(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[transformers,serve,ab,plot,dev]'
+	echo "making $(1) with $$found"; \
+	$$found -m venv $(1)
+	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 $(1)/bin/python -m pip install --quiet $(2)
+endef
+
+# A variable, since commas part the arguments of a call.
+PACKAGES := --constraint constraints.txt --editable '.[transformers,serve,ab,plot,dev]'
+
+$(READY): pyproject.toml constraints.txt
+	$(call environment,$(VENV),$(PACKAGES))
 	@touch $@
 
 # No .venv here: a machine with a GPU has the torch that fits its driver, and nothing should replace it.
@@ -63,16 +70,7 @@ test-vllm: $(VLLM_READY)
 	$(VLLM_VENV)/bin/python -m pytest -m vllm --durations=5 tests/vllm
 
 $(VLLM_READY): pyproject.toml tests/vllm/fit_torch_packages.py
-	@for python in $(or $(PYTHON),python3.11 python3); do \
-	    if $$python -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null; then found=$$python; break; fi; \
-	done; \
-	if [ -z "$$found" ]; then \
-	    echo "no Python 3.10 or newer among: $(or $(PYTHON),python3.11 python3)" >&2; exit 1; \
-	fi; \
-	echo "making $(VLLM_VENV) with $$found"; \
-	$$found -m venv $(VLLM_VENV)
-	PIP_ROOT_USER_ACTION=ignore PIP_DISABLE_PIP_VERSION_CHECK=1 \
-	    $(VLLM_VENV)/bin/python -m pip install --quiet '$(VLLM)' 'pytest>=8' --editable .
+	$(call environment,$(VLLM_VENV),'$(VLLM)' 'pytest>=8' --editable .)
 	$(VLLM_VENV)/bin/python tests/vllm/fit_torch_packages.py
 	@touch $@
 

@@ -24,18 +24,17 @@ from typing import Any
 
 import torch
 
-HERE = Path(__file__).parent
-sys.path.insert(0, str(HERE.parent))
+from flashqsa import capture
+from flashqsa.capture import Noted
+from flashqsa.cli.bench_report import machine
+from flashqsa.cli.clocks import Stopwatch
+from flashqsa.cli.engine import Asked, generate, warm_up
+from flashqsa.cli.parts import parts_of
+from flashqsa.cli.preset_folder import write_preset
+from flashqsa.cli.presets import Place, encode_bytes
+from flashqsa.cli.prompt import builtin_text
 
-from flashqsa import capture  # noqa: E402
-from flashqsa.capture import Noted  # noqa: E402
-from flashqsa.cli.bench_report import machine  # noqa: E402
-from flashqsa.cli.clocks import Stopwatch  # noqa: E402
-from flashqsa.cli.engine import Asked, generate, warm_up  # noqa: E402
-from flashqsa.cli.parts import parts_of  # noqa: E402
-from flashqsa.cli.preset_folder import write_preset  # noqa: E402
-from flashqsa.cli.presets import Place, encode_bytes  # noqa: E402
-from flashqsa.cli.prompt import builtin_text  # noqa: E402
+HERE = Path(__file__).parent
 
 WAYS = ("one", "ranks", "ranks-plain", "stages")
 """One GPU; two ranks with decode steps in CUDA graphs, and launched one by one; two stages."""

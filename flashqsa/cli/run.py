@@ -94,6 +94,13 @@ class Outcome:
     whole_indexers: bool = True
     """Whether the time of our indexers has all parts that the stock ones' has."""
 
+    @property
+    def indexer_speedup(self) -> float | None:
+        """How many times as fast our indexers are, or None where that cannot be said."""
+        if self.stock is None or not (self.whole_indexers and self.stock.indexer_s and self.timing.indexer_s):
+            return None
+        return self.stock.indexer_s / self.timing.indexer_s
+
 
 def run(job: Job, screen: Screen, json_target: str | None) -> int:
     """Runs, shows and writes. The exit code is FAILED where FlashQSA did not serve, or FP32 results disagree."""
@@ -345,7 +352,7 @@ def _figures(outcome: Outcome) -> list[tuple[str, ...]]:
     }
     if ours.steps and stock.steps:
         ratios["decode tokens/s"] = speedup(stock.decode_s, ours.decode_s)
-    if ours.indexer_s and stock.indexer_s and outcome.whole_indexers:
+    if outcome.indexer_speedup is not None:
         ratios[indexers] = speedup(stock.indexer_s, ours.indexer_s)
     return [(*cells[:-1], ratios.get(cells[0], "")) for cells in found]
 
@@ -417,9 +424,7 @@ def _as_json(job: Job, loaded: Loaded, prompt: Prompt, outcome: Outcome, kept: b
             **agreed.as_json(),
             "first_token_speedup": stock.first_token_s / ours.first_token_s,
             "sparse_layers_speedup": stock.sparse_s / ours.sparse_s,
-            "indexer_speedup": stock.indexer_s / ours.indexer_s
-            if stock.indexer_s and ours.indexer_s and outcome.whole_indexers
-            else None,
+            "indexer_speedup": outcome.indexer_speedup,
             "decode_speedup": stock.decode_s / ours.decode_s if stock.decode_s and ours.decode_s else None,
         }
     return {

@@ -124,20 +124,21 @@ def _understood(command: Any, arguments: list[str]) -> Any:
         raise UserError(f"transformers serve: {error.format_message()}") from error
 
 
-def check_place(options: dict[str, Any], *, stock: bool = False) -> None:
-    """UserError for a dtype that the model does not run in, or a device without kernels.
+def check_place(options: dict[str, Any], *, stock: bool) -> None:
+    """UserError for a dtype that the model does not run in, or a device without kernels where ours are to run.
 
     options  of Transformers' server, with its defaults
-    stock    the device needs no kernels of ours
     """
     dtype = str(options.get("dtype") or "auto")
     if dtype not in DTYPES:
         raise UserError(f"--dtype: wanted one of {', '.join(DTYPES)}; got {dtype}")
+    if stock:
+        return
     device = str(options.get("device") or "auto")
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
     supported = device_supported(check_device(int(device) if device.isdecimal() else device))
-    if not stock and not supported:
+    if not supported:
         raise UserError(f"--device {supported}")
 
 
