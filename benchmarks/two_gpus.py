@@ -11,9 +11,11 @@ without GPUs.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import hashlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -38,6 +40,13 @@ HERE = Path(__file__).parent
 
 WAYS = ("one", "ranks", "ranks-plain", "stages")
 """One GPU; two ranks with decode steps in CUDA graphs, and launched one by one; two stages."""
+
+
+LEFT_OUT = ("produced", "chunks_s", "steps_ms", "step_rows", "step_new_tokens")
+"""What the results leave out of a run: a list entry for each token or chunk."""
+
+PARTING_S = 60
+"""Seconds after which a process that cannot leave its group says where it stands, and ends."""
 
 
 class Heard:
@@ -135,8 +144,10 @@ def child(way: str, wanted: argparse.Namespace) -> None:
         torch.distributed.init_process_group("nccl" if wanted.device == "cuda" else "gloo")
     measure(way, wanted, rank)
     if way.startswith("ranks"):
+        faulthandler.dump_traceback_later(PARTING_S, exit=True)
         torch.distributed.barrier()
         torch.distributed.destroy_process_group()
+        faulthandler.cancel_dump_traceback_later()
 
 
 def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
@@ -147,10 +158,16 @@ def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
     options = ["--child", way, "--folder", str(wanted.folder), "--device", wanted.device, "--tokens", tokens]
     options += ["--chunk", str(wanted.chunk), "--decode", str(wanted.decode)]
     command = [sys.executable, *launcher, str(Path(__file__).resolve()), *options]
-    try:
-        subprocess.run(command, check=True, timeout=wanted.limit)
-    except (subprocess.CalledProcessError, subprocess.TimeoutExpired) as error:
-        tell(f"{way}: {error}")
+    # A session of its own, so that what the launcher started ends with it and disturbs no later way.
+    with subprocess.Popen(command, start_new_session=True) as started:
+        try:
+            code = started.wait(wanted.limit)
+            ended = f"ended with {code}" if code else None
+        except subprocess.TimeoutExpired:
+            ended = f"not done in {wanted.limit:g} s"
+            os.killpg(started.pid, signal.SIGKILL)
+    if ended:
+        tell(f"{way}: {ended}")
     written = [wanted.folder / f"{way}-{rank}.json" for rank in range(ranks)]
     found = [json.loads(path.read_text()) for path in written if path.exists()]
     # A rank that was stopped may be a length behind the other.
@@ -176,7 +193,7 @@ def together(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
                 pairs = zip(produced, one["produced"], strict=True)
                 same = next((place for place, (a, b) in enumerate(pairs) if a != b), len(produced))
             lines.append(
-                {key: value for key, value in run.items() if key not in ("produced", "steps_ms", "step_rows")}
+                {key: value for key, value in run.items() if key not in LEFT_OUT}
                 | {
                     "ranks_select_the_same": all(run["selections"] == other["selections"] for other in others),
                     "ranks_produce_the_same": all(produced == other["produced"] for other in others),

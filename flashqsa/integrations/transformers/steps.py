@@ -114,13 +114,13 @@ class Steps:
         if run is None or not run.will_replay:
             self._require_routes(rows, bound)
         if run is None:
-            run = StepGraph(lambda: self._pass(rows, bound), self.ids.device, graphs=self.graphs, pool=self._pool)
+            run = StepGraph(self.ids.device, graphs=self.graphs, pool=self._pool)
             self._runs[rows, bound] = run
         if rows > 1 and self._linear is None:
             self._linear = LinearStates(self.model, self.cache, MAX_ROWS)
         # What stops in the pass leaves the cache torn, and nobody knows how many columns it holds.
         self._note_columns(None)
-        how = run.run()
+        how = run.run(lambda: self._pass(rows, bound))
         read = self.found.tolist()
         self.columns += max(counts[0] for counts in read)
         self._note_columns(self.columns)
