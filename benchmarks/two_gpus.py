@@ -1,11 +1,12 @@
 """A model on two GPUs of one machine: its heads split over two ranks, or its layers over two stages, beside one GPU.
 
     python benchmarks/two_gpus.py --machine h200-x2 [--ways one,ranks,stages] [--layers 16]
+    python benchmarks/two_gpus.py --machine h200-x2 --plot-only
 
 Writes a preset to a temporary folder once, and loads it in each way with FlashQSA on. Each prompt goes through once
 before it is timed. Results go to benchmarks/results/serving-NAME.json: times, memory, routes, a hash of the selections
-of each process, and the greedy tokens that agree with one GPU's. Needs accelerate. With `--device cpu` it is tried
-without GPUs.
+of each process, and the greedy tokens that agree with one GPU's; `--plot-only` draws them. Needs accelerate. With
+`--device cpu` it is tried without GPUs.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +208,38 @@ def together(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
     return results
 
 
+NAMES = {"one": "one GPU", "ranks": "heads on two GPUs", "ranks-plain": "the same, no graphs", "stages": "two stages"}
+
+
+def draw(results: dict[str, Any], path: Path) -> None:
+    """Time to first token, a decode step and memory in each way, a group of bars for each prompt length."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    panels: dict[str, Callable[[dict[str, Any]], float]] = {
+        "time to first token, s": lambda run: run["time_to_first_token_s"],
+        "a decode step, ms": lambda run: run["decode_step_ms"],
+        "peak memory beside the weights, the first GPU, GiB": lambda run: run["peak_extra_bytes"] / 2**30,
+    }
+    figure, axes = pyplot.subplots(1, len(panels), figsize=(12, 3.9), layout="constrained")
+    width = 0.8 / len(results["ways"])
+    for panel, (title, read) in zip(axes, panels.items(), strict=True):
+        for place, (way, part) in enumerate(results["ways"].items()):
+            at = [group + (place - (len(results["ways"]) - 1) / 2) * width for group in range(len(part["runs"]))]
+            bars = panel.bar(at, [read(run) for run in part["runs"]], width * 0.92, label=NAMES[way])
+            panel.bar_label(bars, fmt=lambda height: f"{height:.3g}", fontsize=8)
+        lengths = [f"{run['prompt_tokens']:,} tokens" for run in next(iter(results["ways"].values()))["runs"]]
+        panel.set_xticks(range(len(lengths)), lengths)
+        panel.set_title(title, fontsize=10)
+        panel.spines[["top", "right"]].set_visible(False)
+    axes[0].legend(frameon=False, fontsize=8)
+    device = results["machine"]["device"]["name"]
+    figure.suptitle(f"{results['layers']} layers of the released widths, BF16, chunks of 8,192, {device}", fontsize=11)
+    figure.savefig(path, dpi=110)
+
+
 def tell(line: str) -> None:
     """A line of progress or of the table, shown at once."""
     sys.stdout.write(f"{line}\n")
@@ -246,6 +280,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--limit", type=float, default=600.0, help="seconds that a way may take")
     parser.add_argument("--results", type=Path, default=HERE / "results", help="where the results go")
+    parser.add_argument("--plot-only", action="store_true")
     parser.add_argument("--child", help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     wanted = parser.parse_args()
@@ -254,6 +289,10 @@ def main() -> None:
         return
     if not wanted.machine:
         parser.error("--machine: wanted a name")
+    target = wanted.results / f"serving-{wanted.machine}.json"
+    if wanted.plot_only:
+        draw(json.loads(target.read_text()), HERE / "plots" / f"serving-{wanted.machine}.png")
+        return
     with tempfile.TemporaryDirectory() as folder:
         wanted.folder = Path(folder)
         dtype = torch.bfloat16 if wanted.device == "cuda" else torch.float32
@@ -267,7 +306,6 @@ def main() -> None:
             tell(f"{way}: {time.monotonic() - started:.0f} s")
             results = {"preset": wanted.preset, "layers": wanted.layers, "decode": wanted.decode} | together(found)
             wanted.results.mkdir(exist_ok=True, parents=True)
-            target = wanted.results / f"serving-{wanted.machine}.json"
             target.write_text(json.dumps(results, indent=1) + "\n")
     tell(table(results))
 

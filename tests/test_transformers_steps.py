@@ -343,7 +343,7 @@ def test_steps_and_their_graphs_go_with_their_last_user(model: Any) -> None:
         steps = Steps(model, cache, prefilled(model, cache))
         for drafts in (None, None, [[1, 2], [3]], [[1, 2], [3]]):
             steps.step(drafts)
-    gone = [weakref.ref(steps), *map(weakref.ref, steps._runs.values())]
+    gone: list[weakref.ref[Any]] = [weakref.ref(steps), *map(weakref.ref, steps._runs.values())]
     assert len(gone) == 3
     gc.disable()
     try:
