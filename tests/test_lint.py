@@ -53,6 +53,7 @@ MAY_IMPORT = {
     "score_split": {"config", "tables", "values"},
     "select_shape": {"device", "values"},
     "machine": {"device", "kernels.nvrtc"},
+    "growing": {"kernels.nvrtc", "machine"},
     "route": {"attend_shape", "config", "device", "product_shape", "select_shape", "values"},
     "plan": {
         *("attend_shape", "config", "device", "knobs", "machine", "product_shape", "route", "score_split"),
@@ -69,8 +70,8 @@ MAY_IMPORT = {
     "merge": {"check", "machine", "pipeline", "reference", "values"},
     "ops": {"pipeline", "values"},
     "testing": {"device", "pipeline", "plan", "reference", "route", "values"},
-    "integrations": PUBLIC | {"ops"},
-    "cli": PUBLIC | {"capture", "integrations", "testing"},
+    "integrations": PUBLIC | {"growing", "ops"},
+    "cli": PUBLIC | {"capture", "growing", "integrations", "testing"},
     "__init__": PUBLIC,
     "__main__": {"__init__", "cli"},
 }

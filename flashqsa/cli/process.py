@@ -102,16 +102,22 @@ def peak_bytes() -> int:
 
 
 class MemoryMeter:
-    """The most memory held from here on: a GPU's, as torch hands it out, or this process's for a CPU."""
+    """The most memory held from here on: a GPU's, as torch and growing pools take it, or this process's for a CPU.
+
+    Where both take some, their most may have come at different times: together it is an upper bound.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         if device.type == "cuda":
             import torch
 
+            from flashqsa import growing
+
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
-            self.before = torch.cuda.memory_allocated(device)
+            growing.reset_most_bytes(device)
+            self.before = torch.cuda.memory_allocated(device) + growing.held_bytes(device)
         else:
             reset_peak()
             self.before = resident_bytes()
@@ -121,7 +127,10 @@ class MemoryMeter:
         if self.device.type == "cuda":
             import torch
 
-            return max(torch.cuda.max_memory_allocated(self.device) - self.before, 0)
+            from flashqsa import growing
+
+            most = torch.cuda.max_memory_allocated(self.device) + growing.most_bytes(self.device)
+            return max(most - self.before, 0)
         return max(peak_bytes() - self.before, 0)
 
 

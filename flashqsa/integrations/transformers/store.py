@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from flashqsa import ops
+from flashqsa.growing import GrowingPool, can_grow
 from flashqsa.integrations.transformers.pages import Ids, PageBook
 from flashqsa.values import FP8, QsaSpec
 
@@ -21,7 +22,8 @@ PAGE_TOKENS = 64
 """Tokens per page, rounded up to whole blocks."""
 
 GROWTH = 4
-"""A full pool grows by a quarter: a token is copied 4 times in all on average, and at most a fifth lies idle."""
+"""What is full grows by a quarter: at most a fifth lies idle. Pools of pages on a GPU grow where they lie; other things
+are copied then, a token 4 times in all on average."""
 
 MIN_GROWTH_TOKENS = 256
 
@@ -104,9 +106,10 @@ class PagedStore:
     lengths       [batch] int32, visible tokens so far
     kv_scale      [kv_heads] FP32 of ones for FP8: keys are normalised, values projected from what is
 
-    A request takes a page when it needs one, and nothing that is stored moves then. Only a pool that is full is made
-    anew, a quarter larger. Requests that were one share pages (`PageBook`). Memory that was never written stays
-    undefined. `max_columns` is fixed for a static cache, else the capacity.
+    A request takes a page when it needs one, and nothing that is stored moves then. A pool that is full gets longer by
+    a quarter: on a GPU where it lies (`GrowingPool`), elsewhere in a copy. Requests that were one share pages
+    (`PageBook`). Memory that was never written stays undefined. `max_columns` is fixed for a static cache, else the
+    capacity.
     """
 
     def __init__(
@@ -127,9 +130,11 @@ class PagedStore:
         blocks, page_blocks = capacity // spec.block_tokens, self.page_tokens // spec.block_tokens
         self.book = PageBook(batch, each, batch * each)
         shape = (batch * each, 2, self.page_tokens, *first.keys.shape[2:])
-        self.kv = torch.empty(shape, dtype=kv_dtype or self.dtype, device=device)
+        self._growing: dict[str, GrowingPool] = {}
+        self.kv = self._new_pool("kv", shape, kv_dtype or self.dtype, device)
         self.kv_scale = torch.ones(shape[3], dtype=torch.float32, device=device) if self.kv.dtype == FP8 else None
-        self.index_keys = first.raw_keys.new_empty((batch * each, page_blocks, first.raw_keys.shape[2]))
+        shape = (batch * each, page_blocks, first.raw_keys.shape[2])
+        self.index_keys = self._new_pool("index_keys", shape, first.raw_keys.dtype, device)
         self.raw_keys = first.raw_keys.new_empty((batch, capacity, first.raw_keys.shape[2]))
         self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2] // 2))
         self.visible = torch.zeros((batch, max_columns or capacity), dtype=torch.bool, device=device)
@@ -178,15 +183,27 @@ class PagedStore:
             self.book.widen(each)
             self._bring_table()
 
+    def _new_pool(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """A pool of undefined pages, which gets longer where it lies if that can be."""
+        if self.fixed or not can_grow(device):
+            return torch.empty(shape, dtype=dtype, device=device)
+        self._growing[name] = GrowingPool(shape[1:], dtype, device)
+        return self._growing[name].tensor(shape[0])
+
     def _add_pages(self, count: int) -> None:
-        """Makes the pools larger by so many pages; what they hold is copied."""
-        if count:
-            self.book.pages += count
-            for name in self._POOLS:
-                old: Tensor = getattr(self, name)
-                new = old.new_empty((self.book.pages, *old.shape[1:]))
+        """Makes the pools longer by so many pages; what they hold is copied where it cannot stay."""
+        if not count:
+            return
+        self.book.pages += count
+        for name in self._POOLS:
+            old: Tensor = getattr(self, name)
+            pool = self._growing.get(name)
+            if pool is not None and pool.begins(old):
+                new = pool.tensor(self.book.pages)
+            else:
+                new = self._new_pool(name, (self.book.pages, *old.shape[1:]), old.dtype, old.device)
                 _bytes(new)[: old.shape[0]] = _bytes(old)
-                setattr(self, name, new)
+            setattr(self, name, new)
 
     def _bring_table(self) -> None:
         """Brings the book's rows to the device: in place where the shape stays, as graphs hold on to it."""
@@ -350,6 +367,8 @@ class PagedStore:
             old: Tensor | None = getattr(self, name)
             if old is not None:
                 setattr(self, name, function(old))
+        # What a pool held lies elsewhere now: its memory is given back.
+        self._growing = {name: pool for name, pool in self._growing.items() if pool.begins(getattr(self, name))}
 
     def choose(self, order: Tensor) -> None:
         """Request r becomes what request `order[r]` was: the device is read, full pages are shared, not copied.

@@ -10,6 +10,7 @@ import ctypes
 import struct
 from dataclasses import dataclass, field
 from functools import cache
+from typing import Any
 
 import torch
 
@@ -183,6 +184,24 @@ def _cluster_launch(kernel: Kernel, programs: int, stream: int) -> _Config:
     """A launch of programs that form clusters, as the driver is told of it."""
     attributes = _of_clusters(kernel.cluster)
     return _Config(programs, 1, 1, kernel.threads, 1, 1, kernel.shared_bytes, stream, attributes, 1)
+
+
+def call(name: str, device_index: int, *arguments: Any, allowed: tuple[int, ...] = ()) -> int:
+    """Calls a function of the driver in a device's context, and returns its status: success, or one of `allowed`.
+
+    Raises DriverError for any other, and where the driver has no such function.
+    """
+    driver = _driver()
+    function = getattr(driver, name, None)
+    if function is None:
+        raise DriverError(f"{name}: this driver has no such function")
+    # What torch takes for the current device is the current context's.
+    with torch.cuda.device(device_index):
+        _check("cuCtxSetCurrent", driver.cuCtxSetCurrent(_context(device_index)))
+        status: int = function(*arguments)
+    if status not in allowed:
+        _check(name, status)
+    return status
 
 
 @cache
