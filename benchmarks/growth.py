@@ -90,6 +90,7 @@ def main() -> None:
         found["copied"] = grow(*asked)
     names = ("tokens", "chunk", "layers")
     results = {name: getattr(wanted, name) for name in names} | {"pools": found, "machine": machine(device)}
+    results["machine"]["command"] = f"python benchmarks/growth.py --machine {wanted.machine}"
     wanted.results.mkdir(exist_ok=True, parents=True)
     (wanted.results / f"growth-{wanted.machine}.json").write_text(json.dumps(results, indent=1) + "\n")
     sys.stdout.write(json.dumps(found, indent=1) + "\n")

@@ -100,14 +100,14 @@ def table(parts: dict[str, list[dict[str, Any]]]) -> str:
 
 
 def draw(results: dict[str, Any], path: Path) -> None:
-    """Time to first token, the sparse layers' share, decode steps and memory against the prompt's length."""
+    """Time to first token, the sparse layers' share, decode steps and memory; then the stock layers beside ours."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(2, 2, figsize=(11, 7.6), layout="constrained")
-    (first, share), (decode, memory) = axes
+    figure, axes = pyplot.subplots(2, 3, figsize=(14, 7.6), layout="constrained")
+    (first, share, stock_first), (decode, memory, stock_decode) = axes
     shown = {
         "full": ("#1f6fb4", "FlashQSA, chunks of 8,192"),
         "chunks": ("#2a9d8f", "FlashQSA, chunks of 1,616"),
@@ -128,26 +128,30 @@ def draw(results: dict[str, Any], path: Path) -> None:
         if part != "chunks":
             decode.plot(lengths, column("decode_step_ms"), "o-", color=colour, label=label)
         memory.plot(lengths, column("peak_extra_bytes", 2**-30), "o-", color=colour, label=label)
-    stock = [run["stock"] for run in results["parts"].get("stock", [])]
-    lengths = [run["prompt_tokens"] for run in stock]
-    if stock:
-        grey: dict[str, Any] = {"color": "#9a9a9a", "label": "stock layers"}
-        first.plot(lengths, [run["time_to_first_token_s"] for run in stock], "o-", **grey)
-        decode.plot(lengths, [run["decode_step_ms"] for run in stock], "o-", **grey)
+    beside = results["parts"].get("stock", [])
+    for whose, colour, label in (("flashqsa", "#1f6fb4", "FlashQSA"), ("stock", "#9a9a9a", "stock layers")):
+        lengths = [run[whose]["prompt_tokens"] for run in beside]
+        line: dict[str, Any] = {"color": colour, "label": label}
+        stock_first.plot(lengths, [run[whose]["time_to_first_token_s"] for run in beside], "o-", **line)
+        stock_decode.plot(lengths, [run[whose]["decode_step_ms"] for run in beside], "o-", **line)
     share.axhline(100 * SHARE_TARGET, color="#b03030", linestyle=":", label="target at 184k")
     first.set(yscale="log", ylabel="seconds", title="Time to first token")
     share.set(ylabel="% of the prefill", title="Sparse layers' share")
     decode.set(ylabel="ms", title="A decode step (FlashQSA: replay of a CUDA graph)")
     memory.set(ylabel="GiB", title="Peak memory beyond the weights")
+    depth = f"{beside[0]['model']['layers']} layers" if beside else ""
+    stock_first.set(yscale="log", ylabel="seconds", title=f"Time to first token beside stock, {depth}")
+    stock_decode.set(yscale="log", ylabel="ms", title=f"A decode step beside stock, {depth}")
     for panel in axes.flat:
         panel.set(xscale="log", xlabel="prompt tokens")
-        panel.set_xticks([1_000, 4_000, 29_000, 100_000, 250_000])
+        short = panel in (stock_first, stock_decode)
+        panel.set_xticks([1_000, 2_000, 4_000, 8_000] if short else [1_000, 4_000, 29_000, 100_000, 250_000])
         panel.set_xticks([], minor=True)
         panel.xaxis.set_major_formatter(lambda value, _: f"{value / 1000:g}k")
         panel.grid(True, alpha=0.25)
         panel.legend(frameon=False, fontsize=8)
     for panel in (share, decode, memory):
-        panel.set_ylim(bottom=0)
+        panel.set_ylim(0, panel.get_ylim()[1] * 1.08)
     runs = results["parts"]["full"]
     figure.suptitle(
         f"{runs[0]['model']['layers']} layers of the released widths, BF16, {runs[0]['machine']['device']['name']}"

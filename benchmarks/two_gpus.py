@@ -177,15 +177,15 @@ def start(way: str, wanted: argparse.Namespace) -> list[dict[str, Any]]:
     return [process | {"runs": process["runs"][:shortest]} for process in found] if shortest else []
 
 
-def together(found: dict[str, list[dict[str, Any]]]) -> dict[str, Any]:
-    """The results of all ways, each compared with one GPU's and rank with rank."""
+def together(found: dict[str, list[dict[str, Any]]], command: str) -> dict[str, Any]:
+    """The results of all ways that a command asked for, each compared with one GPU's and rank with rank."""
     results: dict[str, Any] = {"ways": {}}
     alone = {run["prompt_tokens"]: run for run in found["one"][0]["runs"]} if found.get("one") else {}
     for way, processes in found.items():
         if not processes:
             continue
         first = processes[0]
-        results["machine"] = results.get("machine", first["machine"])
+        results["machine"] = results.get("machine", first["machine"]) | {"command": command}
         lines = []
         for index, run in enumerate(first["runs"]):
             others = [process["runs"][index] for process in processes[1:]]
@@ -300,11 +300,15 @@ def main() -> None:
         if wanted.device == "cuda":
             torch.cuda.empty_cache()
         found: dict[str, list[dict[str, Any]]] = {}
+        tokens = ",".join(map(str, wanted.tokens))
+        command = f"python benchmarks/two_gpus.py --machine {wanted.machine} --tokens {tokens} --ways {wanted.ways}"
         for way in wanted.ways.split(","):
             started = time.monotonic()
             found[way] = start(way, wanted)
             tell(f"{way}: {time.monotonic() - started:.0f} s")
-            results = {"preset": wanted.preset, "layers": wanted.layers, "decode": wanted.decode} | together(found)
+            results = {"preset": wanted.preset, "layers": wanted.layers, "decode": wanted.decode} | together(
+                found, command
+            )
             wanted.results.mkdir(exist_ok=True, parents=True)
             target.write_text(json.dumps(results, indent=1) + "\n")
     tell(table(results))
