@@ -21,7 +21,6 @@ import torch
 
 from flashqsa import growing
 from flashqsa.cli.bench_report import machine
-from flashqsa.integrations.transformers import store as store_module
 from flashqsa.integrations.transformers.store import NewTokens, PagedStore
 from flashqsa.values import QsaSpec
 
@@ -86,7 +85,7 @@ def main() -> None:
     asked = (device, wanted.layers, wanted.tokens, wanted.chunk)
     grow(device, wanted.layers, 4 * wanted.chunk, wanted.chunk)  # loads what torch loads at first use
     found = {"where they lie": grow(*asked)}
-    with mock.patch.object(store_module, "can_grow", return_value=False):
+    with mock.patch.object(growing, "can_grow", return_value=False):
         found["copied"] = grow(*asked)
     names = ("tokens", "chunk", "layers")
     results = {name: getattr(wanted, name) for name in names} | {"pools": found, "machine": machine(device)}

@@ -118,7 +118,27 @@ VLLM = Knob(
     choices=("auto", "1", "0"),
 )
 
-KNOBS = (WORKSPACE_MIB, ROUTE, CHECK_VALUES, BATCH_INVARIANT, CAPTURE, CACHE_DIR, NVRTC, CUDA_ARCH_LIST, VLLM)
+GROWING_POOLS = Knob(
+    "FLASHQSA_GROWING_POOLS",
+    "choice",
+    "auto",
+    "Whether pools of growing caches on a GPU get longer where they lie: `auto` (where the driver can) or `0` (they "
+    "are copied, in torch's memory, which its limits count and other processes can open).",
+    choices=("auto", "0"),
+)
+
+KNOBS = (
+    WORKSPACE_MIB,
+    ROUTE,
+    CHECK_VALUES,
+    BATCH_INVARIANT,
+    CAPTURE,
+    CACHE_DIR,
+    NVRTC,
+    CUDA_ARCH_LIST,
+    VLLM,
+    GROWING_POOLS,
+)
 
 
 def workspace_bytes() -> int:

@@ -10,7 +10,6 @@ import contextlib
 import ctypes
 import mmap
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -18,8 +17,6 @@ import torch
 from torch import Tensor
 
 from flashqsa import growing
-from flashqsa.device import DeviceFacts
-from flashqsa.integrations.transformers import store
 from flashqsa.kernels.nvrtc import DriverError, mapping
 
 GRANULE = 4096
@@ -31,7 +28,9 @@ POISON = 0xFF
 class FakeDriver:
     """A device of `memory` bytes.
 
-    ranges  of each reserved address: its memory in this process, bytes reserved, bytes with memory behind them
+    ranges   of each reserved address: its memory in this process, bytes reserved, bytes with memory behind them
+    readable bytes of each that may be read and written
+    without  functions that fail; `failing` holds how many times more a function succeeds before it does
     """
 
     def __init__(self, memory: int = RESERVED) -> None:
@@ -40,6 +39,8 @@ class FakeDriver:
         self.ranges: dict[int, tuple[mmap.mmap, int, int]] = {}
         self.log: list[str] = []
         self.without: set[str] = set()
+        self.failing: dict[str, int] = {}
+        self.readable: dict[int, int] = {}
 
     @property
     def used(self) -> int:
@@ -50,7 +51,8 @@ class FakeDriver:
         """`driver.call` of this device."""
         assert index == 0
         self.log.append(name)
-        if name in self.without:
+        self.failing = {key: left - (key == name) for key, left in self.failing.items()}
+        if name in self.without or self.failing.get(name, 0) < 0:
             raise DriverError(f"{name}: CUDA_ERROR_NOT_SUPPORTED (801)")
         status: int = getattr(self, name)(*arguments)
         if status and status not in allowed:
@@ -67,6 +69,7 @@ class FakeDriver:
         memory = mmap.mmap(-1, size.value)
         address = ctypes.addressof(ctypes.c_uint8.from_buffer(memory))
         self.ranges[address] = (memory, size.value, 0)
+        self.readable[address] = 0
         found._obj.value = address
         return 0
 
@@ -93,14 +96,19 @@ class FakeDriver:
         self.created.pop(memory.value, None)
         return 0
 
-    def cuMemSetAccess(self, _at: Any, _size: Any, access: Any, count: Any) -> int:  # noqa: N802
+    def cuMemSetAccess(self, at: Any, size: Any, access: Any, count: Any) -> int:  # noqa: N802
         assert (access._obj.location_type, access._obj.location_id, access._obj.flags, count.value) == (1, 0, 3, 1)
+        start = max(address for address in self.ranges if address <= at.value)
+        assert at.value == start + self.readable[start], "pieces become readable in order"
+        self.readable[start] += size.value
         return 0
 
-    def cuMemUnmap(self, address: Any, size: Any) -> int:  # noqa: N802
-        held, reserved, backed = self.ranges[address.value]
-        assert backed == size.value, "all that was mapped is unmapped at once"
-        self.ranges[address.value] = (held, reserved, 0)
+    def cuMemUnmap(self, at: Any, size: Any) -> int:  # noqa: N802
+        start = max(address for address in self.ranges if address <= at.value)
+        held, reserved, backed = self.ranges[start]
+        assert at.value + size.value == start + backed, "what was mapped is unmapped from its end, or all of it"
+        self.ranges[start] = (held, reserved, at.value - start)
+        self.readable[start] = min(self.readable[start], at.value - start)
         return 0
 
     def cuMemAddressFree(self, address: Any, size: Any) -> int:  # noqa: N802
@@ -115,17 +123,17 @@ def emulated(driver: FakeDriver) -> Iterator[FakeDriver]:
 
     def bytes_of(mapped: mapping.Mapping, _device: torch.device) -> Tensor:
         described = mapped.__cuda_array_interface__
+        assert driver.readable[mapped.address] >= mapped.backed_bytes
         buffer = (ctypes.c_uint8 * described["shape"][0]).from_address(described["data"][0])
         buffer.owner = mapped
         return torch.frombuffer(buffer, dtype=torch.uint8)
 
-    facts = replace(DeviceFacts.named("h200"), memory_bytes=RESERVED)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(mapping, "call", driver.call)
         patch.setattr(growing, "_bytes_of", bytes_of)
-        patch.setattr(growing, "facts_here", lambda _device: facts)
+        patch.setattr(growing, "ROOM_BYTES", RESERVED)
         patch.setattr(growing, "numbered", lambda _device: torch.device("cuda", 0))
-        patch.setattr(store, "can_grow", lambda _device: True)
+        patch.setattr(growing, "can_grow", lambda _device: True)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         patch.setattr(torch.cuda, "synchronize", lambda _index: driver.log.append("synchronize"))
         patch.setattr(torch.cuda, "empty_cache", lambda: driver.log.append("empty_cache"))

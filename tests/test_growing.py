@@ -7,6 +7,7 @@ import gc
 import pickle
 import weakref
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import torch
 
 from flashqsa import growing
 from flashqsa.cli.process import MemoryMeter
-from flashqsa.growing import GrowingPool, can_grow, held_bytes
+from flashqsa.growing import GrowingPool, can_grow, held_bytes, new_pool
 from flashqsa.kernels.nvrtc import DriverError, mapping
 from tests.growing_emulate import GRANULE, RESERVED, FakeDriver, emulated
 
@@ -23,8 +24,7 @@ pytest.importorskip("transformers")
 from transformers import DynamicCache
 
 from flashqsa.device import facts_of
-from flashqsa.integrations.transformers import enable
-from flashqsa.integrations.transformers import store as store_module
+from flashqsa.integrations.transformers import enable, reserve
 from flashqsa.integrations.transformers.paged import PagedLayer
 from flashqsa.values import FP8
 from tests.test_transformers_cache import SPARSE_ONLY, forget_positions
@@ -68,7 +68,7 @@ def test_what_is_held_stays_where_it_is(place: Place, dtype: torch.dtype) -> Non
         longer = pool.tensor(entries)
         assert longer.shape == (entries, 2, 24)
         assert longer.data_ptr() == short.data_ptr()
-        assert pool.begins(longer)
+        assert pool.reaches(longer, 40_001)
         assert torch.equal(longer[:3].view(torch.uint8), kept)
         longer[-1].copy_(values[0])
     # The shorter one still reads what the longer one has.
@@ -99,10 +99,10 @@ def test_copies_have_memory_of_their_own(place: Place) -> None:
     pool = GrowingPool((8,), torch.float32, place.device)
     held = pool.tensor(2).fill_(1.0)
     for other in (copy.copy(pool), copy.deepcopy(pool), pickle.loads(pickle.dumps(pool))):
-        assert not other.begins(held)
+        assert not other.reaches(held, 1)
         other.tensor(2).fill_(2.0)
     twice_pool, twice = copy.deepcopy((pool, held))
-    assert not twice_pool.begins(twice)
+    assert not twice_pool.reaches(twice, 1)
     twice.fill_(3.0)
     assert held.tolist() == [[1.0] * 8] * 2
 
@@ -137,29 +137,143 @@ def test_memory_that_torch_keeps_is_asked_back_before_a_pool_is_refused() -> Non
         driver.memory *= 2
         longer = pool.tensor(5)
         assert longer[:4].eq(7).all()
+        assert not pool.reaches(longer, RESERVED // GRANULE + 1)
         with pytest.raises(DriverError, match=f"only {RESERVED:,} bytes of addresses are reserved"):
             pool.tensor(RESERVED // GRANULE + 1)
         del pool, held, longer
 
 
-def test_nothing_is_given_back_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+class Waiting:
+    """An emulated device on which a pool ends while nothing can be given back."""
+
+    def __init__(self, driver: FakeDriver) -> None:
+        self.driver = driver
+        pool = GrowingPool((8,), torch.float32, torch.device("cpu"))
+        pool.tensor(1)
+        self.before = len(driver.log)
+        del pool
+        assert self.did == []
+
+    @property
+    def did(self) -> list[str]:
+        """What was done on the device since."""
+        return self.driver.log[self.before :]
+
+
+GIVEN_BACK = ["synchronize", "cuMemUnmap", "cuMemAddressFree"]
+
+
+def test_nothing_is_given_back_while_this_thread_captures_a_graph(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated(FakeDriver()) as driver:
+        other = GrowingPool((GRANULE,), torch.uint8, torch.device("cpu"))
+        other.tensor(1)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+        ended = Waiting(driver)
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        # The next to need memory sees to it.
+        other.tensor(2)
+        assert ended.did[:3] == GIVEN_BACK
+        del other
+
+
+def test_nothing_is_given_back_while_steps_of_any_thread_are_captured() -> None:
+    with emulated(FakeDriver()) as driver:
+        with growing.capturing():
+            with ThreadPoolExecutor(1) as threads:
+                ended = threads.submit(Waiting, driver).result()
+            assert ended.did == []
+        assert ended.did == GIVEN_BACK
+
+
+@pytest.mark.parametrize("failing", GIVEN_BACK)
+def test_what_cannot_be_given_back_waits_for_the_next_time(failing: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with emulated(FakeDriver()) as driver:
         pool = GrowingPool((8,), torch.float32, torch.device("cpu"))
         pool.tensor(1)
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-        before = len(driver.log)
-        del pool
-        assert driver.log[before:] == []
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        before = held_bytes(torch.device("cpu"))
+        if failing == "synchronize":
+            with monkeypatch.context() as patch:
+                patch.setattr(torch.cuda, "synchronize", raising)
+                del pool
+        else:
+            driver.without.add(failing)
+            del pool
+            driver.without.clear()
+        assert len(driver.ranges) == 1
         GrowingPool((8,), torch.float32, torch.device("cpu")).tensor(1)
-        assert driver.log[before : before + 3] == ["synchronize", "cuMemUnmap", "cuMemAddressFree"]
+        assert not driver.ranges
+        assert held_bytes(torch.device("cpu")) == before - GRANULE
 
 
-@pytest.mark.parametrize("lacking", ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate", "cuMemMap"])
+def raising(_index: int) -> None:
+    """A device that another stream's capture keeps from being waited for."""
+    raise RuntimeError("operation not permitted when stream is capturing")
+
+
+def test_a_forked_process_leaves_its_parents_ranges_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    with emulated(FakeDriver()) as driver:
+        pool = GrowingPool((8,), torch.float32, torch.device("cpu"))
+        pool.tensor(1)
+        before, kept = len(driver.log), pool._mapping
+        assert kept is not None
+        own = kept._range.process
+        with monkeypatch.context() as patch:
+            patch.setattr("os.getpid", lambda: own + 1)
+            ended = kept._range
+            del pool, kept
+        assert driver.log[before:] == []
+        mapping._end(ended)
+        assert driver.log[before:] == GIVEN_BACK
+
+
+def test_a_failure_in_the_middle_of_growing_changes_nothing() -> None:
+    for name in ("cuMemCreate", "cuMemMap", "cuMemSetAccess"):
+        with emulated(FakeDriver()) as driver:
+            pool = GrowingPool((GRANULE,), torch.uint8, torch.device("cpu"))
+            held = pool.tensor(1).fill_(5)
+            used, counted = driver.used, held_bytes(torch.device("cpu"))
+            driver.without.add(name)
+            with pytest.raises(DriverError, match=name):
+                pool.tensor(3)
+            assert (driver.used, held_bytes(torch.device("cpu"))) == (used, counted)
+            driver.without.clear()
+            longer = pool.tensor(3)
+            longer[1:] = 6
+            assert longer[:, 0].tolist() == [5, 6, 6]
+            del pool, held, longer
+
+
+def test_pools_are_ordinary_tensors_where_addresses_have_run_out(caplog: pytest.LogCaptureFixture) -> None:
+    growing._tell.cache_clear()
+    with emulated(FakeDriver()) as driver:
+        driver.failing["cuMemAddressReserve"] = 1
+        first, grows = new_pool((2, 8), torch.float32, torch.device("cpu"))
+        assert grows is not None
+        for _ in range(2):
+            later, pool = new_pool((2, 8), torch.float32, torch.device("cpu"))
+            assert pool is None
+            assert later.shape == first.shape
+        assert caplog.text.count("pools that grow are copied: cuMemAddressReserve") == 1
+        del first, grows
+
+
+def test_the_knob_has_pools_copied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(growing, "_can_grow", lambda _device: True)
+    assert can_grow(torch.device("cuda", 0))
+    monkeypatch.setenv("FLASHQSA_GROWING_POOLS", "0")
+    assert not can_grow(torch.device("cuda", 0))
+
+
+@pytest.mark.parametrize(
+    "lacking",
+    ["cuMemGetAllocationGranularity", "cuMemAddressReserve", "cuMemCreate", "cuMemMap", "cuMemSetAccess"],
+)
 def test_a_driver_that_cannot_is_found_out_and_told(lacking: str, caplog: pytest.LogCaptureFixture) -> None:
     with emulated(FakeDriver()) as driver:
         driver.without.add(lacking)
         growing._can_grow.cache_clear()
+        growing._tell.cache_clear()
         assert not growing._can_grow(torch.device("cuda", 0))
         assert f"cuda:0: pools that grow are copied: {lacking}: CUDA_ERROR_NOT_SUPPORTED" in caplog.text
         driver.without.clear()
@@ -202,7 +316,7 @@ def fed(model: Any, cache: Any, text: torch.Tensor, pieces: list[int]) -> torch.
 def copying(run: Callable[[], Any]) -> Any:
     """What a function returns where pools that grow are copied."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(store_module, "can_grow", lambda _device: False)
+        patch.setattr(growing, "can_grow", lambda _device: False)
         return run()
 
 
@@ -271,3 +385,58 @@ def test_generate_is_not_changed_by_growth(model: Any, place: Place) -> None:
     asked = {"max_new_tokens": 300, "do_sample": False}
     grown = model.generate(text, **asked)
     assert torch.equal(grown, copying(lambda: model.generate(text, **asked)))
+
+
+@pytest.mark.parametrize("left", range(5))
+def test_a_cache_that_ran_out_of_memory_goes_on(left: int) -> None:
+    """Whichever of the pools' memory is refused, in whichever operation: what is held is kept, and may be read on."""
+    model, text = enable(tiny_model(7, **SPARSE_ONLY)), tokens(4, 1200)
+    with emulated(FakeDriver()) as driver:
+        for grow in (
+            lambda cache: reserve(cache, 1200),
+            lambda cache: cache.batch_repeat_interleave(4),
+        ):
+            cache = DynamicCache(config=model.config)
+            logits(model, text[:1, :200], past_key_values=cache)
+            driver.failing["cuMemCreate"] = left
+            failed = False
+            try:
+                grow(cache)
+            except DriverError:
+                failed = True
+            driver.failing.clear()
+            if failed:
+                forget_positions(cache, 200)
+            requests = stores(cache)[0].batch
+            if {store.batch for store in stores(cache)} == {requests}:
+                forget_positions(cache, 200, torch.zeros(requests, dtype=torch.int64))
+                cache.crop(150)
+                forget_positions(cache, 150)
+                same = text[:1].repeat(requests, 1)
+                found = logits(model, same[:, 150:1000], past_key_values=cache)
+                wanted = logits(model, same[:, :1000], use_cache=True)[:, 150:]
+                assert float((found - wanted).abs().max()) < 1e-4
+            del cache
+
+
+def test_passes_without_a_cache_ask_for_no_memory_that_grows(model: Any, place: Place) -> None:
+    before = held_bytes(place.device)
+    with torch.no_grad():
+        logits(model, tokens(2, 300).to(place.device), use_cache=False)
+    assert held_bytes(place.device) == before
+    if place.driver is not None:
+        assert place.driver.log == []
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_compiled_models_have_pools_that_are_copied() -> None:
+    model, text = enable(tiny_model(7, **SPARSE_ONLY)), tokens(2, 700)
+    with emulated(FakeDriver()), torch.no_grad():
+        compiled = torch.compile(model.forward, backend="eager")
+        found, cache = [], DynamicCache(config=model.config)
+        for start, stop in ((0, 300), (300, 301), (301, 700)):
+            ids = text[:, start:stop]
+            found.append(compiled(input_ids=ids, past_key_values=cache, use_cache=True).logits)
+        assert float((torch.cat(found, dim=1) - logits(model, text, use_cache=True)).abs().max()) < 1e-4
+        del cache
+    torch.compiler.reset()

@@ -53,7 +53,7 @@ MAY_IMPORT = {
     "score_split": {"config", "tables", "values"},
     "select_shape": {"device", "values"},
     "machine": {"device", "kernels.nvrtc"},
-    "growing": {"kernels.nvrtc", "machine"},
+    "growing": {"kernels.nvrtc", "knobs", "machine"},
     "route": {"attend_shape", "config", "device", "product_shape", "select_shape", "values"},
     "plan": {
         *("attend_shape", "config", "device", "knobs", "machine", "product_shape", "route", "score_split"),

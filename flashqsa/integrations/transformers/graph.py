@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from flashqsa import growing
+
 How = Literal["called", "captured", "replayed"]
 
 
@@ -56,6 +58,7 @@ class StepGraph:
         graph = torch.cuda.CUDAGraph()
         # Other threads of the process (progress bars, a server) may use the device meanwhile.
         with (
+            growing.capturing(),
             torch.cuda.device(self.device),
             torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"),
         ):

@@ -235,7 +235,8 @@ class FlashQsaAttention(Qwen4ExpTextAttention):  # type: ignore[misc]
         if held is None:
             visible = None if padding_mask is None else padding_mask[:, -tokens:]
             new = NewTokens(new.keys, new.values, new.raw_keys, new.cos, new.sin, visible)
-            store = PagedStore(new, spec, tokens, None, self.kv_dtype)
+            # As long as it ever gets.
+            store = PagedStore(new, spec, tokens, tokens, self.kv_dtype)
             return store.append(new, 0, spec, pooling, tokens - 1, queries)
 
         def history(columns: int) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from flashqsa import ops
-from flashqsa.growing import GrowingPool, can_grow
+from flashqsa.growing import GrowingPool, new_pool
 from flashqsa.integrations.transformers.pages import Ids, PageBook
 from flashqsa.values import FP8, QsaSpec
 
@@ -185,25 +185,31 @@ class PagedStore:
 
     def _new_pool(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A pool of undefined pages, which gets longer where it lies if that can be."""
-        if self.fixed or not can_grow(device):
+        if self.fixed:
             return torch.empty(shape, dtype=dtype, device=device)
-        self._growing[name] = GrowingPool(shape[1:], dtype, device)
-        return self._growing[name].tensor(shape[0])
+        tensor, pool = new_pool(shape, dtype, device)
+        if pool is not None:
+            self._growing[name] = pool
+        return tensor
 
     def _add_pages(self, count: int) -> None:
-        """Makes the pools longer by so many pages; what they hold is copied where it cannot stay."""
+        """Makes the pools longer by so many pages; what they hold is copied where it cannot stay.
+
+        Where memory runs out some pools may be longer than the book says, and nothing is lost.
+        """
         if not count:
             return
-        self.book.pages += count
+        pages = self.book.pages + count
         for name in self._POOLS:
             old: Tensor = getattr(self, name)
             pool = self._growing.get(name)
-            if pool is not None and pool.begins(old):
-                new = pool.tensor(self.book.pages)
+            if pool is not None and pool.reaches(old, pages):
+                new = pool.tensor(pages)
             else:
-                new = self._new_pool(name, (self.book.pages, *old.shape[1:]), old.dtype, old.device)
+                new = self._new_pool(name, (pages, *old.shape[1:]), old.dtype, old.device)
                 _bytes(new)[: old.shape[0]] = _bytes(old)
             setattr(self, name, new)
+        self.book.pages = pages
 
     def _bring_table(self) -> None:
         """Brings the book's rows to the device: in place where the shape stays, as graphs hold on to it."""
@@ -368,7 +374,7 @@ class PagedStore:
             if old is not None:
                 setattr(self, name, function(old))
         # What a pool held lies elsewhere now: its memory is given back.
-        self._growing = {name: pool for name, pool in self._growing.items() if pool.begins(getattr(self, name))}
+        self._growing = {name: pool for name, pool in self._growing.items() if pool.reaches(getattr(self, name), 1)}
 
     def choose(self, order: Tensor) -> None:
         """Request r becomes what request `order[r]` was: the device is read, full pages are shared, not copied.
