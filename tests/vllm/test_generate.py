@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.vllm.engine import Answer, Output, generate, prompt_of
+from tests.vllm.engine import Answer, Output, generate, on_gpu, prompt_of
 from tests.vllm.models import BUDGET, log_probabilities, with_scales, write_model
 
 pytestmark = pytest.mark.vllm
@@ -84,9 +84,15 @@ def test_the_log_names_each_route_once_and_why_others_were_refused(model: Path) 
     lines = [line for line in run(model, "bfloat16", CHUNKS).log.splitlines() if "] " in line]
     said = [line.partition("] ")[2] for line in lines]
     routes = [line for line in said if line.startswith(("select takes", "attend takes"))]
-    assert {"select takes cpu:plain", "attend takes cpu:grouped"} <= {" ".join(line.split()[:3]) for line in routes}
-    assert len({" ".join(line.split()[:3]) for line in routes}) == len(routes)
-    assert any(line.startswith("attend refuses cpu:dense on cpu") for line in said)
+    taken = {" ".join(line.split()[:3]) for line in routes}
+    assert len(taken) == len(routes)
+    if on_gpu():
+        assert {line.partition(" takes ")[0] for line in taken} == {"select", "attend"}
+        assert not any(":" not in line or " cpu:" in line for line in taken)
+        assert any(line.startswith("attend refuses ") and " on cuda" in line for line in said)
+    else:
+        assert {"select takes cpu:plain", "attend takes cpu:grouped"} <= taken
+        assert any(line.startswith("attend refuses cpu:dense on cpu") for line in said)
     classes = "Qwen4ExpQSAAttention, GatedResidual, QwenGatedDeltaNetAttention"
     assert said.count(f"FlashQSA serves {classes} of vllm.models.qwen4_exp.nvidia.model") == 1
 

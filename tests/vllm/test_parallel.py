@@ -10,7 +10,7 @@ import torch
 from flashqsa import capture
 from flashqsa.testing.compare import same_bits
 from flashqsa.values import Selection
-from tests.vllm.engine import generate
+from tests.vllm.engine import generate, on_gpu
 from tests.vllm.test_generate import PROMPTS, WHOLE, differences, is_greedy
 
 pytestmark = pytest.mark.vllm
@@ -22,6 +22,7 @@ def selections(folder: Path) -> list[Selection]:
     return [selection for selection in found if isinstance(selection, Selection)]
 
 
+@pytest.mark.skipif(on_gpu() and torch.cuda.device_count() < 2, reason="torch sees fewer than two GPUs")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_two_ranks_select_what_one_selects_and_say_the_same(sparse_first: Path, dtype: str, tmp_path: Path) -> None:
     # A prompt past the budget alone: it is what each rank captures first.

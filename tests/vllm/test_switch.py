@@ -9,14 +9,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests.vllm.engine import prompt_of, started
+from tests.vllm.engine import on_gpu, prompt_of, started
 from tests.vllm.models import write_model
 
 pytestmark = pytest.mark.vllm
 
+on_a_cpu = pytest.mark.skipif(on_gpu(), reason="vLLM itself serves this on a GPU")
 ALONE = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 
 
+@on_a_cpu
 @pytest.mark.parametrize("switch", [{"FLASHQSA_VLLM": "0"}, {"VLLM_PLUGINS": "none"}], ids=["knob", "plugins"])
 def test_without_the_plugin_vllm_refuses_a_cpu(model: Path, switch: dict[str, str]) -> None:
     code, log = started(model, [[prompt_of(20)]], {**ALONE, **switch}, dtype="bfloat16")
@@ -56,6 +58,7 @@ def test_a_length_past_the_rotary_table_is_refused(tmp_path: Path) -> None:
     assert "UnsupportedSettingError: max_model_len: wanted at most the 300 positions" in log
 
 
+@on_a_cpu
 def test_ngram_embeddings_are_refused_on_a_cpu_before_their_layer_is_built(tmp_path: Path) -> None:
     folder = write_model(tmp_path, ple_layer_ids=[2], ngram_vocab_size_base=1000, split_ngram_parts=4)
     code, log = started(folder, [[prompt_of(20)]], ALONE, dtype="bfloat16")
@@ -91,10 +94,6 @@ def settings(
         ),
         (settings(), {"dual_chunk_attention_config": {}}, None, "auto", "dual_chunk_attention_config: wanted none"),
         (settings(), {"is_causal": False}, None, "auto", "is_causal: wanted a causal decoder"),
-        (settings(), {"ple_layer_ids": [3]}, None, "auto", "ple_layer_ids: wanted none on a CPU"),
-        (settings(pipeline_parallel_size=2), {}, None, "auto", "pipeline_parallel_size: wanted 1 on a CPU"),
-        (settings(lora=SimpleNamespace()), {}, None, "auto", "enable_lora: wanted False on a CPU"),
-        (settings(drafts="ngram"), {}, None, "auto", "speculative_config: wanted none on a CPU"),
     ],
 )
 def test_settings_are_refused_by_name(
@@ -105,6 +104,22 @@ def test_settings_are_refused_by_name(
 
     with pytest.raises(UnsupportedSettingError, match=message):
         check_settings(vllm_config, SimpleNamespace(**config), quant_config, cache)
+
+
+@on_a_cpu
+@pytest.mark.parametrize(
+    ("vllm_config", "config", "message"),
+    [
+        (settings(), {"ple_layer_ids": [3]}, "ple_layer_ids: wanted none on a CPU"),
+        (settings(pipeline_parallel_size=2), {}, "pipeline_parallel_size: wanted 1 on a CPU"),
+        (settings(lora=SimpleNamespace()), {}, "enable_lora: wanted False on a CPU"),
+        (settings(drafts="ngram"), {}, "speculative_config: wanted none on a CPU"),
+    ],
+)
+def test_what_vllm_cannot_do_on_a_cpu_is_refused_by_name(
+    vllm_config: Any, config: dict[str, Any], message: str
+) -> None:
+    test_settings_are_refused_by_name(vllm_config, config, None, "auto", message)
 
 
 def test_a_device_without_kernels_is_refused_with_every_reason() -> None:
