@@ -1,8 +1,9 @@
-"""What tests run under: few threads, no FLASHQSA_* variable, one hypothesis profile, no GPU test without a GPU."""
+"""What tests run under: few threads, no FLASHQSA_* variable, heeded interrupts, no GPU test without a GPU."""
 
 from __future__ import annotations
 
 import os
+import signal
 from importlib.util import find_spec
 
 import pytest
@@ -18,6 +19,14 @@ for _name in [name for name in os.environ if name.startswith("FLASHQSA_")]:
 if not torch.cuda.is_available():
     # Triton reads it when kernels are defined, so it stands before any test imports them.
     os.environ["TRITON_INTERPRET"] = "1"
+
+# Who runs tests in the background (`&` in a script) has them ignore interrupts, and tests of interruptions send some.
+for _signal, _usual in (
+    (signal.SIGINT, signal.default_int_handler),
+    (getattr(signal, "SIGQUIT", None), signal.SIG_DFL),
+):
+    if _signal is not None and signal.getsignal(_signal) == signal.SIG_IGN:
+        signal.signal(_signal, _usual)
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # models are made here; nothing may wait for a network
 
