@@ -74,19 +74,20 @@ def _bytes_of(mapped: mapping.Mapping, device: torch.device) -> Tensor:
     return torch.as_tensor(mapped, device=device)
 
 
-def new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, GrowingPool | None]:
-    """An undefined tensor, and the pool in which it grows where it lies; None where it is an ordinary one.
+def new_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> tuple[Tensor, GrowingPool] | None:
+    """An undefined tensor, and the pool in which it grows where it lies; None where there is no such memory.
 
     Raises torch.OutOfMemoryError.
     """
     # What is compiled is traced with tensors that lie nowhere.
-    if not torch.compiler.is_compiling() and can_grow(device):
-        pool = GrowingPool(shape[1:], dtype, device)
-        try:
-            return pool.tensor(shape[0]), pool
-        except DriverError as error:
-            _tell(device, str(error))
-    return torch.empty(shape, dtype=dtype, device=device), None
+    if torch.compiler.is_compiling() or not can_grow(device):
+        return None
+    pool = GrowingPool(shape[1:], dtype, device)
+    try:
+        return pool.tensor(shape[0]), pool
+    except DriverError as error:
+        _tell(device, str(error))
+        return None
 
 
 def can_grow(device: torch.device) -> bool:

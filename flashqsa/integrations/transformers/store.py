@@ -22,8 +22,8 @@ PAGE_TOKENS = 64
 """Tokens per page, rounded up to whole blocks."""
 
 GROWTH = 4
-"""What is full grows by a quarter: at most a fifth lies idle. Pools of pages on a GPU grow where they lie; other things
-are copied then, a token 4 times in all on average."""
+"""What is full grows by a quarter: at most a fifth lies idle. Pages and raw keys on a GPU grow where they lie; other
+things are copied then, a token 4 times in all on average."""
 
 MIN_GROWTH_TOKENS = 256
 
@@ -106,10 +106,10 @@ class PagedStore:
     lengths       [batch] int32, visible tokens so far
     kv_scale      [kv_heads] FP32 of ones for FP8: keys are normalised, values projected from what is
 
-    A request takes a page when it needs one, and nothing that is stored moves then. A pool that is full gets longer by
-    a quarter: on a GPU where it lies (`GrowingPool`), elsewhere in a copy. Requests that were one share pages
-    (`PageBook`). Memory that was never written stays undefined. `max_columns` is fixed for a static cache, else the
-    capacity.
+    A request takes a page when it needs one, and nothing that is stored moves then. What is full gets longer by a
+    quarter: on a GPU pools and raw keys do so where they lie (`GrowingPool`), the rest in a copy. Requests that were
+    one share pages (`PageBook`). Memory that was never written stays undefined. `max_columns` is fixed for a static
+    cache, else the capacity.
     """
 
     def __init__(
@@ -135,7 +135,7 @@ class PagedStore:
         self.kv_scale = torch.ones(shape[3], dtype=torch.float32, device=device) if self.kv.dtype == FP8 else None
         shape = (batch * each, page_blocks, first.raw_keys.shape[2])
         self.index_keys = self._new_pool("index_keys", shape, first.raw_keys.dtype, device)
-        self.raw_keys = first.raw_keys.new_empty((batch, capacity, first.raw_keys.shape[2]))
+        self.raw_keys = self._new_raw_keys(batch, capacity, first.raw_keys)
         self.block_rotary = first.cos.new_empty((batch, blocks + 1, 2, first.cos.shape[2] // 2))
         self.visible = torch.zeros((batch, max_columns or capacity), dtype=torch.bool, device=device)
         self.lengths = torch.zeros(batch, dtype=torch.int32, device=device)
@@ -173,10 +173,11 @@ class PagedStore:
         if columns > self.capacity:
             step = max(self.capacity // GROWTH, MIN_GROWTH_TOKENS)
             capacity = self._pages_for(max(columns, self.capacity + step)) * self.page_tokens
-            self.raw_keys = _longer(self.raw_keys, capacity, used)
             opened = min(-(-used // self.block_tokens), self.block_rotary.shape[1] - 1)
             self.block_rotary = _longer(self.block_rotary, capacity // self.block_tokens + 1, opened)
             self.visible = _longer(self.visible, capacity, used, fill=False)
+            # What tells the capacity comes last: where memory runs out before, the next call does it all again.
+            self._add_raw_keys(capacity, used)
         each = self.capacity // self.page_tokens
         if each > self.book.rows.shape[1]:
             self._add_pages(self.book.missing(each))
@@ -185,12 +186,28 @@ class PagedStore:
 
     def _new_pool(self, name: str, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         """A pool of undefined pages, which gets longer where it lies if that can be."""
-        if self.fixed:
+        made = None if self.fixed else new_pool(shape, dtype, device)
+        if made is None:
             return torch.empty(shape, dtype=dtype, device=device)
-        tensor, pool = new_pool(shape, dtype, device)
-        if pool is not None:
-            self._growing[name] = pool
+        tensor, self._growing[name] = made
         return tensor
+
+    def _new_raw_keys(self, batch: int, capacity: int, like: Tensor) -> Tensor:
+        """Undefined raw keys [batch, capacity, index_dim]; where they can get longer, a token's lie side by side."""
+        made = None if self.fixed else new_pool((capacity, batch, like.shape[2]), like.dtype, like.device)
+        if made is None:
+            return like.new_empty((batch, capacity, like.shape[2]))
+        tensor, self._growing["raw_keys"] = made
+        return tensor.transpose(0, 1)
+
+    def _add_raw_keys(self, capacity: int, used: int) -> None:
+        """Makes room for the raw keys of `capacity` tokens a request; the first `used` stay, copied where they must."""
+        old, pool = self.raw_keys, self._growing.get("raw_keys")
+        if pool is not None and pool.reaches(old, capacity):
+            self.raw_keys = pool.tensor(capacity).transpose(0, 1)
+        else:
+            self.raw_keys = self._new_raw_keys(old.shape[0], capacity, old)
+            self.raw_keys[:, :used] = old[:, :used]
 
     def _add_pages(self, count: int) -> None:
         """Makes the pools longer by so many pages; what they hold is copied where it cannot stay.
@@ -373,7 +390,10 @@ class PagedStore:
             old: Tensor | None = getattr(self, name)
             if old is not None:
                 setattr(self, name, function(old))
-        # What a pool held lies elsewhere now: its memory is given back.
+        self._let_go()
+
+    def _let_go(self) -> None:
+        """Gives back the memory of pools whose tensors lie elsewhere now."""
         self._growing = {name: pool for name, pool in self._growing.items() if pool.reaches(getattr(self, name), 1)}
 
     def choose(self, order: Tensor) -> None:
@@ -398,6 +418,7 @@ class PagedStore:
                 old.copy_(new)
             else:
                 setattr(self, name, new)
+        self._let_go()
         self._bring_table()
 
     def _part(self) -> None:
