@@ -18,6 +18,11 @@ WHOLE, CHUNKS = 1024, 96
 """Rows of a step: all prompts, and less than the longer ones, which are prefilled beside rows that decode."""
 
 
+EXACT = "float16" if on_gpu() else "float32"
+"""Whose roundings a comparison between two runs may have: vLLM's linear layers take no FP32 on a GPU."""
+on_a_cpu = pytest.mark.skipif(on_gpu(), reason="vLLM's linear layers take no FP32 on a GPU")
+
+
 def differences(folder: Path, dtype: torch.dtype, output: Output) -> torch.Tensor:
     """Absolute differences of an output's log-probabilities from Transformers': of the text, or of its end."""
     tokens, found = output.prompt + output.tokens, torch.tensor(output.log_probabilities)
@@ -40,6 +45,7 @@ def run(folder: Path, dtype: str, rows: int) -> Answer:
     )
 
 
+@on_a_cpu
 @pytest.mark.parametrize("rows", [WHOLE, CHUNKS])
 def test_log_probabilities_are_transformers_in_fp32(loud_model: Path, rows: int) -> None:
     for output in run(loud_model, "float32", rows).rounds[0]:
@@ -75,9 +81,9 @@ def test_bf16_steps_of_one_row_and_heads_that_vllm_has_no_kernel_for(tmp_path: P
 
 
 def test_the_comparison_sees_one_token_that_is_another(loud_model: Path) -> None:
-    output = run(loud_model, "float32", WHOLE).rounds[0][3]
+    output = run(loud_model, EXACT, WHOLE).rounds[0][3]
     moved = Output([(output.prompt[0] + 1) % 256, *output.prompt[1:]], output.tokens, output.log_probabilities, 0)
-    assert float(differences(loud_model, torch.float32, moved)[1:].max()) > 1e-2
+    assert float(differences(loud_model, getattr(torch, EXACT), moved)[1:].max()) > 1e-2
 
 
 def test_the_log_names_each_route_once_and_why_others_were_refused(model: Path) -> None:
@@ -134,6 +140,7 @@ def after_a_prefix(folder: Path, dtype: str, on: bool) -> list[Output]:
     ).rounds[1]
 
 
+@on_a_cpu
 def test_prefixes_in_the_cache_change_no_text(loud_model: Path) -> None:
     cached, computed = (after_a_prefix(loud_model, "float32", on) for on in (True, False))
     for found, made in zip(cached, computed, strict=True):
@@ -143,8 +150,9 @@ def test_prefixes_in_the_cache_change_no_text(loud_model: Path) -> None:
         assert float(differences(loud_model, torch.float32, found).max()) < 1e-4
 
 
-def test_prefixes_in_the_cache_leave_bf16_as_close_to_transformers(model: Path) -> None:
-    for output in after_a_prefix(model, "bfloat16", True):
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_prefixes_in_the_cache_leave_half_precision_as_close_to_transformers(model: Path, dtype: str) -> None:
+    for output in after_a_prefix(model, dtype, True):
         assert output.cached > BUDGET
-        assert float(differences(model, torch.bfloat16, output).mean()) < 3e-3
-        assert is_greedy(model, torch.bfloat16, output)
+        assert float(differences(model, getattr(torch, dtype), output).mean()) < 3e-3
+        assert is_greedy(model, getattr(torch, dtype), output)

@@ -15,8 +15,8 @@ from urllib.request import Request, urlopen
 
 import pytest
 
-from tests.vllm.engine import on_gpu, running
-from tests.vllm.test_generate import CHUNKS, run
+from tests.vllm.engine import ON_GPU, generate, on_gpu, running
+from tests.vllm.test_generate import CHUNKS, EXACT, PROMPTS
 
 pytestmark = pytest.mark.vllm
 
@@ -30,7 +30,10 @@ def serving(folder: Path, log: Path) -> Iterator[str]:
     # The command `vllm` looks for a distribution of that name, which the build for CPUs has not.
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
     command += ["--host", "127.0.0.1", "--port", str(port), "--max-model-len", "2048", "--enforce-eager"]
-    command += ["--max-num-batched-tokens", str(CHUNKS), "--dtype", "float32"]
+    command += ["--max-num-batched-tokens", str(CHUNKS), "--dtype", EXACT]
+    if on_gpu():
+        for name, value in ON_GPU.items():
+            command += ["--" + name.replace("_", "-"), json.dumps(value)]
     address = f"http://127.0.0.1:{port}"
     with running(command, {}, log) as server:
         for _ in range(300):
@@ -59,8 +62,18 @@ def streamed(address: str, folder: Path, prompt: list[int]) -> list[tuple[list[i
 
 
 def test_a_streamed_answer_has_the_engines_tokens(loud_model: Path, tmp_path: Path) -> None:
-    # Requests come one by one here and together there: in FP32 that changes no token.
-    outputs = run(loud_model, "float32", CHUNKS).rounds[0]
+    # One by one there as they come here, so that steps are alike.
+    outputs = [
+        output
+        for outputs in generate(
+            loud_model,
+            [[prompt] for prompt in PROMPTS],
+            dtype=EXACT,
+            max_num_batched_tokens=CHUNKS,
+            variables={"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
+        ).rounds
+        for output in outputs
+    ]
     with serving(loud_model, tmp_path / "log.txt") as address:
         for output in outputs:
             parts = streamed(address, loud_model, output.prompt)

@@ -50,6 +50,13 @@ def test_a_knob_that_holds_something_else_is_named_before_weights_are_loaded(
         check_settings(settings(), SimpleNamespace(), None, "auto")
 
 
+@pytest.mark.skipif(not on_gpu(), reason="a CPU serves this")
+def test_fp32_is_refused_on_a_gpu_before_weights_are_loaded(model: Path) -> None:
+    code, log = started(model, [[prompt_of(20)]], ALONE, dtype="float32")
+    assert code != 0
+    assert "UnsupportedSettingError: dtype: wanted float16 or bfloat16 on a GPU" in log
+
+
 def test_a_length_past_the_rotary_table_is_refused(tmp_path: Path) -> None:
     folder = write_model(tmp_path, max_position_embeddings=300)
     allowed = {**ALONE, "VLLM_ALLOW_LONG_MAX_MODEL_LEN": "1"}

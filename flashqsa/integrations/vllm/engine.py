@@ -43,6 +43,8 @@ def check_settings(vllm_config: Any, config: Any, quant_config: Any, kv_cache_dt
     parallel, dtype = vllm_config.parallel_config, vllm_config.model_config.dtype
     if dtype not in DTYPES:
         raise UnsupportedSettingError("dtype", "float16, bfloat16 or float32", dtype)
+    if dtype == torch.float32 and not current_platform.is_cpu():
+        raise UnsupportedSettingError("dtype", "float16 or bfloat16 on a GPU, as vLLM's linear layers do", dtype)
     if kv_cache_dtype not in ("auto", *FP8_NAMES) and kv_cache_dtype != str(dtype).removeprefix("torch."):
         raise UnsupportedSettingError("kv_cache_dtype", "auto, the model's dtype, fp8 or fp8_e4m3", kv_cache_dtype)
     if getattr(quant_config, "kv_cache_scheme", None) is not None:
