@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from functools import cache
 from pathlib import Path
@@ -56,6 +57,30 @@ def with_scales(folder: Path, source: Path, k_scale: float, v_scale: float) -> P
     for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)):
         weights[f"{layer}.{name}"] = torch.tensor(scale)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+def with_drafts(folder: Path, source: Path) -> Path:
+    """A copy of a model that has a layer for drafts: its sparse layer again, before which nothing is mixed."""
+    shutil.copytree(source, folder, dirs_exist_ok=True)
+    config = json.loads((folder / "config.json").read_text("utf-8"))
+    config |= {"mtp_num_hidden_layers": 1, "index_share_for_mtp_iteration": True}
+    (folder / "config.json").write_text(json.dumps(config), "utf-8")
+    weights = load_file(folder / "model.safetensors")
+    width, streams = config["hidden_size"], config["hc_count"]
+    sparse, mixer = f"model.layers.{LAYER_TYPES.index('full_attention')}.", "model.hyper_connection_mixer."
+    made = {
+        "mtp.fc_embedding.weight": torch.eye(width, dtype=torch.bfloat16),
+        "mtp.fc_hidden.weight": torch.eye(width, dtype=torch.bfloat16),
+        "mtp.pre_fc_norm_embedding.weight": torch.zeros(width, dtype=torch.bfloat16),
+        "mtp.pre_fc_norm_hidden.weight": torch.zeros(streams * width, dtype=torch.bfloat16),
+    }
+    for name, weight in weights.items():
+        if name.startswith(sparse):
+            made[f"mtp.layers.0.{name.removeprefix(sparse)}"] = weight.clone()
+        elif name.startswith(mixer):
+            made[f"mtp.hyper_connection_mixer.{name.removeprefix(mixer)}"] = weight.clone()
+    save_file({**weights, **made}, folder / "model.safetensors", {"format": "pt"})
     return folder
 
 

@@ -10,7 +10,7 @@ import torch
 
 from flashqsa.cli.presets import PRESETS
 from tests.vllm.engine import Answer, generate, on_gpu, prompt_of
-from tests.vllm.models import write_model
+from tests.vllm.models import with_drafts, write_model
 from tests.vllm.test_generate import PROMPTS, WHOLE, differences, is_greedy
 
 pytestmark = [pytest.mark.vllm, pytest.mark.skipif(not on_gpu(), reason="this vLLM has no GPU")]
@@ -79,3 +79,14 @@ def test_released_heads_on_their_own_routes(dtype: str, tmp_path: Path) -> None:
         assert is_greedy(folder, getattr(torch, dtype), output)
     if torch.cuda.get_device_capability() == (9, 0):
         assert "attend takes sm90:" in answer.log
+
+
+@pytest.mark.parametrize("how", [{}, graphs("FULL_DECODE_ONLY")], ids=["eager", "graphs"])
+def test_a_draft_layer_changes_no_token_but_ties(model: Path, tmp_path: Path, how: dict[str, Any]) -> None:
+    folder = with_drafts(tmp_path, model)
+    drafts = {"method": "mtp", "num_speculative_tokens": 3}
+    answer = run(folder, "bfloat16", speculative_config=drafts, **how)
+    assert "FlashQSA serves GatedResidual of vllm.models.qwen4_exp.nvidia.mtp" in answer.log
+    for output in answer.rounds[0]:
+        assert float(differences(model, torch.bfloat16, output).mean()) < 3e-3
+        assert is_greedy(model, torch.bfloat16, output)
