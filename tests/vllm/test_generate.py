@@ -128,7 +128,7 @@ def after_a_prefix(folder: Path, dtype: str, on: bool) -> list[Output]:
     """Outputs of a second round whose prompts begin as the first's, with the cache of prefixes on or off."""
     shared = prompt_of(1400, seed=1)
     # As long as makes whole pages, which are as long as a linear layer's state is large.
-    rounds = [[shared], [[*shared[:1300], *prompt_of(60, seed=2)], [*shared, 7]]]
+    rounds = [[shared], [[*shared[:1380], *prompt_of(60, seed=2)], [*shared, 7]]]
     return generate(
         folder,
         rounds,
