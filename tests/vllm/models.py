@@ -41,7 +41,6 @@ def write_model(folder: Path, **changed: Any) -> Path:
         "pad_token_id": None,
         **changed,
     }
-    fields["num_hidden_layers"] = len(fields["layer_types"])
     torch.manual_seed(0)
     config = transformers.Qwen4ExpTextConfig(**fields)
     transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).save_pretrained(folder)

@@ -1,4 +1,4 @@
-"""What vLLM does on GPUs alone: decode and verify steps in CUDA graphs, and guesses; they change no token."""
+"""What vLLM does on GPUs alone: decode and verify steps in CUDA graphs, guesses and drafts; they change no token."""
 
 from __future__ import annotations
 
@@ -85,8 +85,6 @@ def test_released_heads_on_their_own_routes(dtype: str, tmp_path: Path) -> None:
 def test_a_draft_layer_changes_no_token_but_ties(model: Path, tmp_path: Path, how: dict[str, Any]) -> None:
     folder = with_drafts(tmp_path, model)
     drafts = {"method": "mtp", "num_speculative_tokens": 3}
-    answer = run(folder, "bfloat16", speculative_config=drafts, **how)
-    assert "FlashQSA serves GatedResidual of vllm.models.qwen4_exp.nvidia.mtp" in answer.log
-    for output in answer.rounds[0]:
+    for output in run(folder, "bfloat16", speculative_config=drafts, **how).rounds[0]:
         assert float(differences(model, torch.bfloat16, output).mean()) < 3e-3
         assert is_greedy(model, torch.bfloat16, output)

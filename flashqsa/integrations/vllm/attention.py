@@ -36,7 +36,7 @@ from flashqsa.values import FP8, KvCache
 
 
 class FlashQsaAttention(Qwen4ExpQSAAttention):
-    """`Qwen4ExpQSAAttention` in FP16, BF16 or FP32, on every device that FlashQSA has kernels for.
+    """`Qwen4ExpQSAAttention` in FP16, BF16 or, on CPUs, FP32, on every device that FlashQSA has kernels for.
 
     The arguments are vLLM's. Raises UnsupportedSettingError, KnobError and NoRouteError before a weight is loaded.
     """
